@@ -1,0 +1,65 @@
+# For people and for CI; `make help` lists the commands. All that it makes is in .venv/, .cache/ and build/.
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+BIN := $(CURDIR)/.venv/bin
+PROJECT := {{cookiecutter.project_slug}}
+READY := .venv/.ready
+BAKE = DDP_TEMPLATE_PYTHON="$(BIN)/python" "$(BIN)/cookiecutter" . --default-config
+
+# The template must stay free of caches: cookiecutter would render them into each new project.
+export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
+export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
+PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
+
+.DEFAULT_GOAL := help
+.PHONY: help demo bake test test-fast test-project test-template lint format clean tidy
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) tidy  ## generate a project, smoke-test it, train it on two CPU ranks and show the accuracy (about 2 minutes)
+	rm -rf build/demo
+	DDP_TEMPLATE_STRICT=1 $(BAKE) --no-input -o build/demo
+	cd build/demo/ddp-experiment && "$(BIN)/python" run.py device_ids=cpu,cpu
+	@cd build/demo/ddp-experiment && "$(BIN)/python" -c 'import json; \
+	best = json.load(open("runs/baseline/summary.json"))["best"]; \
+	print("\nvalidation accuracy {accuracy:.2%} (step {step}); the project is build/demo/ddp-experiment".format(**best))'
+
+bake: $(READY) tidy  ## answer the questions and generate a project in build/
+	$(BAKE) -o build
+
+test: lint test-project test-template  ## run every check and every test (under 10 minutes once installed)
+
+test-fast: lint  ## check style and types and run the tests that start no training
+	$(PYTEST) -m "not smoke"
+
+test-project: $(READY)  ## run the generated project's tests, in place
+	cd "$(PROJECT)" && $(PYTEST)
+
+test-template: $(READY)  ## run the template's own tests
+	$(PYTEST)
+
+lint: $(READY)  ## check style and types of the template and, in place, of the generated project
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy" hooks tests "$(PROJECT)/template_only"
+	cd "$(PROJECT)" && "$(BIN)/mypy" run.py template_package tests
+
+format: $(READY)  ## put all files into the style that lint checks
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+
+clean:  ## remove all that make made
+	rm -rf .venv .cache build
+
+tidy:
+	@find "$(PROJECT)" \( -name __pycache__ -o -name '.*_cache' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+$(READY): constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	test -x "$(BIN)/python" || $(PYTHON) -m venv .venv
+	"$(BIN)/python" -m pip install -c constraints.txt torch
+	"$(BIN)/python" -m pip install --quiet -r constraints.txt
+	@touch $@

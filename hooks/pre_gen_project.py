@@ -1,0 +1,132 @@
+"""Refuses answers that would give a broken project: all of them at once, each with its remedy.
+
+Cookiecutter renders this file and runs it before it writes any other; exit code 1 makes it remove the new folder. It
+cannot ask again, so the last line is the command that keeps the good answers. That a choice is one of those offered is
+left to cookiecutter itself. The only Jinja is the line RAW.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import shlex
+import sys
+import unicodedata
+from collections.abc import Mapping
+
+RAW = r"""{{ cookiecutter | tojson }}"""
+# {% raw %}
+
+FREE_TEXT = ("project_name", "description", "author_name")
+WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
+LIBRARIES = set(
+    """
+    accelerate cookiecutter cruft deepspeed horovod mypy numpy nvidia-ml-py omegaconf pip pynvml pytest pyyaml ruff
+    safetensors scikit-learn scipy setuptools sklearn tensorboard tokenizers torch torchmetrics torchvision tqdm
+    transformers triton wandb wheel yaml
+    """.split()
+)
+FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())
+
+
+def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
+    """What is wrong with which answer, and what to write instead; empty if all are good."""
+    problems = {}
+    for key in FREE_TEXT:
+        if problem := text_problem(answers[key]):
+            problems[key] = problem
+    if not answers["project_name"].strip():
+        problems["project_name"] = "a project needs a name, such as project_name='My Project'."
+    if rule := broken_slug_rule(answers["project_slug"]):
+        problems["project_slug"] = f"it must be {rule}. Use project_slug={suggest_slug(answers['project_slug'])}"
+    if rule := broken_package_rule(answers["package_name"]):
+        problems["package_name"] = f"it must be {rule}. Use package_name={suggest_package(answers['package_name'])}"
+    if problem := device_ids_problem(answers["device_ids"]):
+        problems["device_ids"] = problem
+    return problems
+
+
+def text_problem(text: str) -> str | None:
+    if any(unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"} for character in text):
+        return "it holds a line break, a control character or half a character. Write one line of printable text."
+    if re.search(r"\{\{|\{%|\{#", text):
+        return "cookiecutter would take {{, {% or {# for its own. Write it without them."
+    return None
+
+
+def broken_slug_rule(slug: str) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", slug) or len(slug) > 64:
+        return "lower-case letters and digits in words joined by - or _, a letter first, at most 64 characters"
+    if slug in WINDOWS_DEVICES:
+        return "no name that Windows keeps for a device"
+    if slug.replace("_", "-") in LIBRARIES:
+        return "no name of a library that the project installs"
+    return None
+
+
+def broken_package_rule(name: str) -> str | None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or len(name) > 40:
+        return "lower-case letters, digits and _, a letter first, at most 40 characters"
+    if keyword.iskeyword(name) or name in sys.stdlib_module_names:
+        return "no keyword and no module of Python's own"
+    if name in LIBRARIES:
+        return "no library that the project uses"
+    if name in WINDOWS_DEVICES | FOLDERS:
+        return "no name that the project or Windows uses already"
+    return None
+
+
+def suggest_slug(text: str) -> str:
+    """A good name near the given one."""
+    ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
+    slug = re.sub(r"[^a-z0-9]+", "-", ascii_text).strip("-")[:56].strip("-")
+    return f"project-{slug}".strip("-") if not slug[:1].isalpha() or broken_slug_rule(slug) else slug
+
+
+def suggest_package(text: str) -> str:
+    name = suggest_slug(text).replace("-", "_")[:32].strip("_")
+    return f"project_{name}" if broken_package_rule(name) else name
+
+
+def device_ids_problem(text: str) -> str | None:
+    entry = r"\s*(?:\d{1,4}|cpu)\s*"
+    entries = re.findall(r"\d+|cpu", text)
+    if re.fullmatch(r"auto(:[1-9]\d{0,3})?", text):
+        return None
+    if not re.fullmatch(rf"{entry}(,{entry})*|\s*\[{entry}(,{entry})*\]\s*", text):
+        return "it must be auto, auto:2, ids such as 0,2 or [0, 2], cpu, or cpu,cpu. Use device_ids=auto"
+    gpus = [int(entry) for entry in entries if entry != "cpu"]
+    if gpus and "cpu" in entries:
+        return f"GPUs and cpu cannot train together. Use device_ids={','.join(map(str, gpus))} or device_ids=cpu"
+    if len(set(gpus)) < len(gpus):
+        return f"a GPU is named twice. Use device_ids={','.join(map(str, dict.fromkeys(gpus)))}"
+    return None
+
+
+def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
+    """The command line that starts again with the good answers as defaults."""
+    good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
+    template = answers.get("_template", "TEMPLATE")
+    if "_output_dir" not in answers:  # cruft
+        return shlex.join(["cruft", "create", template, "--extra-context", json.dumps(good)])
+    checkout = ["--checkout", answers["_checkout"]] if answers.get("_checkout") else []
+    pairs = [f"{key}={value}" for key, value in good.items()]
+    return shlex.join(["cookiecutter", template, "-o", answers["_output_dir"], *checkout, *pairs])
+
+
+def main() -> int:
+    answers = json.loads(RAW)
+    problems = find_problems(answers)
+    if not problems:
+        return 0
+    print("These answers would give a broken project:", file=sys.stderr)
+    for key, problem in problems.items():
+        print(f"  {key}={answers[key]!r}: {problem}", file=sys.stderr)
+    print(f"Nothing was written. To keep the other answers:\n  {repeat_command(answers, problems)}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+# {% endraw %}

@@ -1,0 +1,83 @@
+"""A clean copy of the template, cookiecutters with and without torch, and stand-ins for Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baking import ROOT, export_template
+
+StubPython = Callable[..., str]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The person's own settings of cookiecutter and git have no say here, and nothing is written to them."""
+    folder = tmp_path_factory.mktemp("settings")
+    settings = f"replay_dir: {folder}/replay\ncookiecutters_dir: {folder}/cookiecutters\n"
+    (folder / "cookiecutter.yaml").write_text(settings, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COOKIECUTTER_CONFIG", str(folder / "cookiecutter.yaml"))
+        patch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+        for role in ("AUTHOR", "COMMITTER"):
+            patch.setenv(f"GIT_{role}_NAME", "Tester")
+            patch.setenv(f"GIT_{role}_EMAIL", "tester@example.org")
+        yield
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_template(tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="session")
+def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has cookiecutter and nothing else, as pipx and uvx make one."""
+    python = str(tmp_path_factory.mktemp("isolated") / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(Path(python).parents[1])], check=True)
+    constraints = str(ROOT / "constraints.txt")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", constraints, "cookiecutter"]
+    subprocess.run(pip, check=True)
+    return python
+
+
+@pytest.fixture
+def stub_python(tmp_path: Path) -> StubPython:
+    """Makes a Python that answers as this one does, but runs shell lines in place of run.py."""
+
+    def make(run_py: str = "exit 1", anything_else: str = f'exec "{sys.executable}" "$@"', name: str = "stub") -> str:
+        path = tmp_path / "pythons" / name / "python3"
+        path.parent.mkdir(parents=True)
+        path.write_text(
+            f'#!/bin/sh\ncase "$*" in\n*run.py*)\n{run_py}\n;;\n*)\n{anything_else}\n;;\nesac\n', encoding="utf-8"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Marks all processes that this test starts, so that those left behind can be found."""
+    monkeypatch.setenv("DDP_MARK_OF_TEST", str(tmp_path))
+    return str(tmp_path)
+
+
+def marked_processes(mark: str) -> list[str]:
+    """The command lines of the living processes that a test has started, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_marked = process.pid != os.getpid() and process.environ().get("DDP_MARK_OF_TEST") == mark
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue  # it has ended meanwhile, or belongs to somebody else
+    return found

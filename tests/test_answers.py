@@ -1,0 +1,178 @@
+"""Bad answers are refused, all at once and with a remedy, and leave nothing; every printable text arrives as typed."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from cookiecutter.exceptions import FailedHookException
+
+from baking import bake, run_cookiecutter
+from pre_gen_project import find_problems, suggest_package, suggest_slug
+
+GOOD = {
+    "project_name": "A Project",
+    "project_slug": "a-project",
+    "package_name": "a_project",
+    "description": "",
+    "author_name": "",
+    "device_ids": "auto",
+}
+REFUSED = {
+    "project_name": ["", "   ", "two\nlines", "tab\there", "bell\a", "half \ud83d", "line\u2028separator"],
+    "description": ["two\nlines", "\x7f", "{{ cookiecutter }}", "{% raw %}", "{# note"],
+    "author_name": ["two\r\nlines", "\x00"],
+    "project_slug": [
+        *"Upper under__score double--dash -dash dash- 3d a/b ../evil /tmp/x a.b café 名 con com1 lpt9 nul".split(),
+        *["torch", "scikit-learn", "a b", "a" * 65],
+    ],
+    "package_name": [
+        *"Upper 3d a-b a.b _x café class import json yaml torch numpy sklearn pynvml run tests scripts con".split(),
+        *["template_package", "", "a b", "a" * 41],
+    ],
+    "device_ids": ["", *"x -1 auto: auto:0 auto:-1 0,,2 0;2 [0 0] 0,0 cpu,0 cuda:0 gpu cpu:2 0x1 1.5".split()],
+}
+ACCEPTED = {
+    "project_name": ["x", "O'Neil's \"best\" \\ work", "日本語 실험 😀 👩‍🔬", "a: b # c", "[1, 2]", "<b>&amp;</b>"],
+    "project_slug": ["a", "ab", "a-b_c", "net2", "a" * 64],
+    "package_name": ["a", "ab", "net_2", "a" * 40, "match"],
+    "device_ids": ["auto", "auto:2", "0", "0,2", "0, 2", "[0, 2]", "[0]", "cpu", "cpu,cpu", "[cpu, cpu]"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in REFUSED for value in REFUSED[key]])
+def test_bad_answer_is_refused_by_its_key(key: str, value: str) -> None:
+    assert list(find_problems(GOOD | {key: value})) == [key]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key in ACCEPTED for value in ACCEPTED[key]])
+def test_good_answer_is_accepted(key: str, value: str) -> None:
+    assert find_problems(GOOD | {key: value}) == {}
+
+
+def test_suggested_name_is_always_a_good_one() -> None:
+    for value in REFUSED["project_slug"] + REFUSED["package_name"]:
+        assert find_problems(GOOD | {"project_slug": suggest_slug(value)}) == {}
+        assert find_problems(GOOD | {"package_name": suggest_package(value)}) == {}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"project_name": " "},
+        {"project_slug": "a/b"},
+        {"project_slug": "../evil"},
+        {"package_name": "torch"},
+        {"device_ids": "cpu,0"},
+        {"author_name": "two\nlines"},
+    ],
+)
+def test_refused_answers_leave_nothing(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    with pytest.raises(FailedHookException):
+        bake(template, output_dir, **answers)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    if "/" not in answers.get("project_slug", ""):  # cookiecutter itself makes the parents, before any hook
+        assert list(output_dir.iterdir()) == []
+
+
+def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(template: Path, tmp_path: Path) -> None:
+    bad = {"project_slug": "Bad Slug", "package_name": "torch", "device_ids": "0,cpu"}
+    good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": "stub"}
+    result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", **bad, **good)
+    assert result.returncode == 1
+    for key, value in bad.items():
+        assert f"{key}={value!r}" in result.stdout
+    command = next(line for line in result.stdout.splitlines() if line.startswith("  cookiecutter "))
+    words = shlex.split(command)
+    assert words[1:4] == [str(template), "-o", str(tmp_path / "out")]
+    repeated = dict(word.split("=", 1) for word in words[4:])
+    assert repeated.items() >= good.items()
+    assert not bad.keys() & repeated.keys()
+    assert not list((tmp_path / "out").iterdir())
+
+    remedies = {"project_slug": "bad-slug", "package_name": "project_torch", "device_ids": "0"}
+    for key, value in remedies.items():
+        assert f"Use {key}={value}" in result.stdout
+    assert run_cookiecutter(template, tmp_path / "out", **repeated, **remedies).returncode == 0
+
+
+HOSTILE = [
+    'He said "no"',
+    "back\\slash \\n \\u0041 \\",
+    "it's; rm -rf $HOME `id` $(id) | & >",
+    "日本語プロジェクト",
+    "emoji 😀 and 👩‍🔬 family",
+    "key: value # comment",
+    "[1, 2] {a: b} *anchor &ref !tag %x @y",
+    "yes",
+    "1e3",
+    "'''triple''' \"\"\" quotes",
+    "<script>&amp;</script>",
+    "right-to-left עברית",
+    " spaces around ",
+    "}} %} #}",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_printable_text_arrives_as_typed(template: Path, tmp_path: Path, text: str) -> None:
+    names = {"project_slug": "net", "package_name": "net"}
+    project = bake(template, tmp_path, project_name=text, description=text, author_name=text, **names)
+    assert (project / "README.md").read_text(encoding="utf-8").startswith(f"# {text}\n")
+    metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert metadata["description"] == text
+    assert metadata["authors"] == [{"name": text}]
+    assert f"Copyright (c) {text}\n" in (project / "LICENSE").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("project_name", "slug", "package"),
+    [
+        ("DDP Experiment", "ddp-experiment", "ddp_experiment"),
+        ("3D Net", "project-3d-net", "project_3d_net"),
+        ("😀", "project", "project"),
+        ("Word " * 30, ("word-" * 11).strip("-"), ("word_" * 8).strip("_")),
+    ],
+)
+def test_default_names_are_good_ones(
+    template: Path, tmp_path: Path, project_name: str, slug: str, package: str
+) -> None:
+    project = bake(template, tmp_path, project_name=project_name)
+    assert project.name == slug
+    assert (project / package / "model.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("auto", "auto"),
+        ("auto:2", "auto:2"),
+        ("0", [0]),
+        ("0,2", [0, 2]),
+        ("[ 0, 2 ]", [0, 2]),
+        ("007", [7]),
+        ("cpu", "cpu"),
+        ("cpu,cpu", ["cpu", "cpu"]),
+        ("[cpu]", "cpu"),
+    ],
+)
+def test_device_ids_reach_the_config(template: Path, tmp_path: Path, answer: str, value: object) -> None:
+    project = bake(template, tmp_path, device_ids=answer)
+    text = (project / "config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text)["device_ids"] == value
+    before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(encoding="utf-8")
+    changed = [(new, old) for new, old in zip(text.splitlines(), before.splitlines(), strict=True) if new != old]
+    assert all(new.startswith("device_ids: ") for new, _ in changed)  # and no other line, comments included
+    assert all(new.partition("#")[2] == old.partition("#")[2] for new, old in changed)
+
+
+def test_answers_are_never_run_as_code(template: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    attack = f'"""; open({str(marker)!r}, "w"); """ \'\'\' $(touch {marker}) `touch {marker}` \\'
+    bake(template, tmp_path / "out", project_name=attack, project_slug="net", author_name=attack, description=attack)
+    assert not marker.exists()

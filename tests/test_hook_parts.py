@@ -1,0 +1,151 @@
+"""The parts of the hooks, imported as they lie here: changes of text, the search for a Python, the end of processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import StubPython, marked_processes
+from post_gen_project import block_pattern, keep_chosen_lines, next_steps, set_value
+from processes import run
+from python_search import candidate_pythons, find_python, read_requirements
+
+CONFIG = """\
+# About the file
+name: baseline      # not the value of section.name
+section:            # about the section
+  name: old         # 5 # 6
+  list: [1, 2]
+
+  last: 1
+# About the next
+other:
+  name: kept
+"""
+
+
+def test_value_changes_in_its_section_only_and_comments_keep_their_column() -> None:
+    changed = set_value(CONFIG, "section.name", "new value")
+    assert changed == CONFIG.replace("  name: old         # 5 # 6", "  name: new value   # 5 # 6")
+    assert set_value(CONFIG, "name", "run") == CONFIG.replace("name: baseline      #", "name: run           #")
+    assert "  name: much too long for it # 5 # 6\n" in set_value(CONFIG, "section.name", "much too long for it")
+    assert set_value(CONFIG, "section.last", "2") == CONFIG.replace("last: 1", "last: 2")
+    with pytest.raises(AssertionError, match=r"other\.last"):
+        set_value(CONFIG, "other.last", "2")
+
+
+def test_block_ends_before_the_comment_of_the_next_key() -> None:
+    block = re.search(block_pattern("section"), CONFIG, re.MULTILINE)
+    assert block
+    assert block[0].startswith("section:")
+    assert block[0].endswith("  last: 1\n")
+
+
+def test_conditional_lines_follow_the_answers() -> None:
+    text = 'a\n"b",  # only with tracker=wandb\n"c",  # only with tracker=none\n'
+    assert keep_chosen_lines(text, {"tracker": "wandb"}) == 'a\n"b",\n'
+
+
+@pytest.mark.parametrize("state", ["PASSED", "FAILED", "NOT RUN", "SKIPPED"])
+def test_next_steps_fit_the_state(tmp_path: Path, state: str) -> None:
+    steps = next_steps(tmp_path / "a folder", {"smoke_test": "auto", "package_name": "net"}, state)
+    assert f"cd '{tmp_path}/a folder'" in steps
+    assert ("pip install" in steps) == (state in {"NOT RUN", "SKIPPED"})
+    assert ("run.py smoke" in steps) == (state != "PASSED")
+
+
+def test_pythons_are_looked_for_in_the_promised_order(tmp_path: Path) -> None:
+    for folder in ("venv/bin", "conda/bin", "first", "second"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("python", "python3"):
+            (tmp_path / folder / name).touch(mode=0o755)
+    environment = {
+        "PATH": os.pathsep.join([str(tmp_path / "first"), "", str(tmp_path / "missing"), str(tmp_path / "second")]),
+        "CONDA_PREFIX": str(tmp_path / "conda"),
+        "VIRTUAL_ENV": str(tmp_path / "venv"),
+        "DDP_TEMPLATE_PYTHON": "named/python",
+        "PWD": str(tmp_path),
+    }
+    expected = ["named/python", "venv/bin/python", "conda/bin/python", None]
+    expected += ["first/python3", "first/python", "second/python3", "second/python"]
+    assert candidate_pythons(environment) == [str(tmp_path / path) if path else sys.executable for path in expected]
+
+
+def test_first_python_that_has_everything_is_taken_and_the_others_are_explained(stub_python: StubPython) -> None:
+    old = stub_python(anything_else="echo '[[3, 9, 1], {}]'", name="old")
+    bare = stub_python(anything_else='echo \'[[3, 12, 0], {"torch": "1.13.1+cu117"}]\'', name="bare")
+    broken = stub_python(anything_else="exit 3", name="broken")
+    talkative = stub_python(anything_else='echo "a word first"; exec "$REAL" "$@"'.replace("$REAL", sys.executable))
+    requirements = {"torch": "2.0", "numpy": "1.0"}
+    python, notes = find_python([old, bare, broken, "/nowhere/python", talkative, sys.executable], requirements)
+    assert python == talkative
+    assert notes == [
+        f"{old} is Python 3.9.1, older than 3.11",
+        f"{bare} lacks torch>=2.0 (it has 1.13.1+cu117), numpy",
+        f"{broken} does not run",
+        "/nowhere/python does not run",
+    ]
+    assert find_python([old, broken], requirements)[0] is None
+
+
+def test_missing_tracker_does_not_disqualify_a_python(stub_python: StubPython) -> None:
+    python = stub_python(anything_else='echo \'[[3, 12, 0], {"torch": "2.13.0"}]\'')
+    found, notes = find_python([python], {"torch": "2.13", "wandb": "0.19"})
+    assert found == python
+    assert notes == [f"{python} lacks wandb: metrics.jsonl only"]
+
+
+def test_probe_imports_no_library() -> None:
+    start = time.monotonic()
+    assert find_python([sys.executable], {"torch": "1.0"})[0] == sys.executable
+    assert time.monotonic() - start < 1.0  # importing torch takes longer
+
+
+def test_requirements_are_read_from_a_pyproject() -> None:
+    text = 'x = 1\ndependencies = [\n    "torch>=2.13",\n    "scikit-learn>=1.5",\n]\ndev = [\n    "ruff>=1",\n]\n'
+    assert read_requirements(text) == {"torch": "2.13", "scikit-learn": "1.5"}
+
+
+STUBBORN = """
+trap '' TERM
+{detached} sh -c "trap '' TERM; sleep 600" &
+echo started
+sleep 600
+"""
+
+
+@pytest.mark.parametrize("detached", ["", "setsid"])
+def test_nothing_outlives_the_time_limit(mark: str, detached: str) -> None:
+    start = time.monotonic()
+    code, output = run(["sh", "-c", STUBBORN.format(detached=detached)], os.environ, seconds=1.0)
+    assert (code, output) == (None, "started\n")
+    assert marked_processes(mark) == []
+    assert 5 < time.monotonic() - start < 12  # they ignore SIGTERM, so the five seconds are waited for
+
+
+def test_willing_processes_end_at_once(mark: str) -> None:
+    start = time.monotonic()
+    assert run(["sh", "-c", "sleep 600 & sleep 600"], os.environ, seconds=0.5)[0] is None
+    assert time.monotonic() - start < 4
+    assert marked_processes(mark) == []
+
+
+def test_held_back_lines_are_returned_but_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = run(["sh", "-c", "echo one; echo two >&2; exit 7"], os.environ, held_back=("two", "three"))
+    assert (code, output) == (7, "one\ntwo\n")
+    assert capsys.readouterr().out == "one\n"
+
+
+def test_hooks_import_on_the_oldest_python_of_cookiecutter() -> None:
+    """The hook runs in cookiecutter's Python, which may be 3.10; nothing of 3.11 may creep in."""
+    folder = Path(__file__).parents[1]
+    sources = [*folder.glob("hooks/*.py"), *folder.glob("*/template_only/*.py")]
+    assert len(sources) == 5
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--target-version=py310", "--select=F,E9"]
+    subprocess.run([*command, *map(str, sources)], check=True)

@@ -1,0 +1,69 @@
+"""YOURS: the model and its loss. Here, a regression on two inputs: the smallest thing to overwrite.
+
+Replace what is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
+`update_metrics`; and, where you define them, `build_optimizer(model, config)` (instead of the one that config.yaml
+names) and `loss_weight(batch)` (what the loss is the mean over, if not samples: target tokens, say).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .dataset import NUM_FEATURES, Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+
+@dataclass
+class ModelConfig:
+    """REPLACE. The keys of config.yaml under `model:`. A ValueError raised here is shown as one line."""
+
+    hidden_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.hidden_size < 1:
+            raise ValueError(f"hidden_size={self.hidden_size}: must be at least 1. Set 64, for example.")
+
+
+class TwoInputs(nn.Module):
+    """REPLACE. (B, 8) and (B, 3) -> (B,), the prediction."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(sum(NUM_FEATURES), hidden_size)
+        self.output = nn.Linear(hidden_size, 1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        features = torch.cat((first, second), dim=1)  # (B, 11)
+        prediction: Tensor = self.output(F.gelu(self.hidden(features)))
+        return prediction.squeeze(1)  # (B, 1) -> (B,), as the targets: else the loss would broadcast to (B, B)
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """REPLACE. Your network, on the CPU: moving it to the devices is the trainer's."""
+    return TwoInputs(config.hidden_size)
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """REPLACE. The mean loss of one micro-batch (a scalar), and the outputs, which only update_metrics looks at.
+
+    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    """
+    predictions = model(batch.first, batch.second)
+    return F.mse_loss(predictions, batch.targets), predictions
+
+
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    """What evaluation reports beside the loss: nothing. REPLACE {} by metrics of torchmetrics, each with a name."""
+    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+
+    return MetricCollection({})
+
+
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
+    """Count one evaluated micro-batch; torchmetrics adds up over ranks. Never called while there are no metrics."""
+    metrics.update(outputs, batch.targets)

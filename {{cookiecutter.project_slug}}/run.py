@@ -1,0 +1,48 @@
+"""Trains on the devices of config.yaml: reads the config, computes world_size, starts run_fn once per rank.
+
+python run.py                                   train, on device_ids
+python run.py device_ids=cpu,cpu name=first     any key of config.yaml, changed for this run
+torchrun --nproc-per-node=2 run.py              joins the ranks that torchrun has started
+python run.py evaluate                          the best checkpoint of the run
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from template_package.commands import parse_command_line, run_command
+from template_package.config import Config, load_config
+from template_package.launching.distributed import current_context
+from template_package.launching.launcher import find_devices, find_world_size, launch
+from template_package.training.logs import rank_logs
+from template_package.training.run_files import run_directory
+from template_package.training.trainer import Trainer
+from template_package.validation import ConfigError
+
+
+def run_fn(rank: int, world_size: int, config: Config) -> None:
+    """What each of world_size ranks does, its process group and device being set: train to the end of the run."""
+    with rank_logs(run_directory(config), current_context()):
+        Trainer(config, current_context(), run_directory(config)).fit()
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
+    try:
+        line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
+        config = load_config(line.config_path, line.overrides)
+        if line.command != "train":
+            return run_command(line.command, config)
+        devices = find_devices(config)
+        world_size = find_world_size(devices)  # one rank a device, summed over nodes
+        return launch(run_fn, config, devices, world_size)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

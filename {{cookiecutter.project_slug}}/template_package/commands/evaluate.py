@@ -1,0 +1,82 @@
+"""`python run.py evaluate`: loss and metrics of saved checkpoints, on any number of devices, into evaluation.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .. import dataset as user_data
+from .. import model as user_model
+from ..config import Config, to_dict
+from ..launching.distributed import RankContext, current_context, from_main, pack, unpack
+from ..launching.launcher import find_devices, find_world_size, launch
+from ..strategies import create_strategy
+from ..training.checkpoint import CheckpointFolder, check_weights, load_checkpoint
+from ..training.evaluation import Evaluator
+from ..training.logs import get_logger, rank_logs
+from ..training.random_state import seed_generators
+from ..training.resuming import check_same_values
+from ..training.run_files import run_directory, write_json
+from ..validation import ConfigError
+
+
+def main(config: Config) -> int:
+    """The exit code of evaluating on the devices of the config."""
+    devices = find_devices(config)
+    return launch(evaluate_fn, config, devices, find_world_size(devices))
+
+
+def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
+    """What each rank does: evaluate each checkpoint of `evaluation.checkpoint` on `evaluation.split`."""
+    context, directory = current_context(), run_directory(config)
+    with rank_logs(directory, context):
+        results = [evaluate_checkpoint(path, config, context) for path in _paths(config, directory)]
+        if context.is_main:
+            write_json(directory / "evaluation.json", results[0] if len(results) == 1 else {"evaluations": results})
+            get_logger().info("%s", _table(results))
+
+
+def evaluate_checkpoint(path: Path, config: Config, context: RankContext) -> dict[str, Any]:
+    """{"split", "checkpoint", "step", "epoch", "loss", <metrics>, "num_samples"}; all ranks call it."""
+    state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
+    check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}")
+    seed_generators(config.seed)
+    with context.local_rank_first():
+        splits = dict(zip(("train", "validation", "test"), user_data.build_datasets(config.data), strict=False))
+    split = config.evaluation.split
+    if split not in splits:
+        raise ConfigError(
+            f"evaluation.split={split}: build_datasets() in dataset.py returns {', '.join(splits)} only. "
+            "Return a third data set for testing, or set evaluation.split=validation."
+        )
+    model = user_model.build_model(config.model)
+    check_weights(model, state["model"], f"checkpoint {path}")
+    model.load_state_dict(state["model"])
+    strategy = create_strategy(config, context)
+    strategy.prepare(model)
+    evaluator = Evaluator(splits[split], split, config, context)
+    values = evaluator.run(strategy)
+    counts = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"]}
+    return {**counts, **values, "num_samples": evaluator.num_samples}
+
+
+def _paths(config: Config, directory: Path) -> list[Path]:
+    def find() -> list[Path]:
+        checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
+        named = {"best": checkpoints.best, "last": checkpoints.latest() or checkpoints.folder / "step_*.pt"}
+        return [named.get(word) or Path(word) for word in config.evaluation.checkpoint]
+
+    paths: list[Path] = from_main(find)
+    return paths
+
+
+def _table(results: list[dict[str, Any]]) -> str:
+    columns = [key for key in results[0] if key != "split"]
+    rows = [columns, *([_cell(result[column]) for column in columns] for result in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"{results[0]['split']} split", *lines])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,91 @@
+"""YOURS: the data. Here, the 1,797 handwritten digits that come with scikit-learn.
+
+Put your own in by rewriting this file: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
+model.py.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+@dataclass
+class DataConfig:
+    """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
+
+    validation_fraction: float = 0.15
+    test_fraction: float = 0.15
+    shift_probability: float = 0.5
+    """Chance that a training image is moved by up to one pixel each way. 0 turns augmentation off."""
+
+    def __post_init__(self) -> None:
+        if not (self.validation_fraction > 0 and self.test_fraction > 0):
+            raise ValueError("validation_fraction and test_fraction must be above 0. Set both to 0.15, for example.")
+        if self.validation_fraction + self.test_fraction > 0.9:
+            raise ValueError(
+                "validation_fraction + test_fraction must be at most 0.9: the rest is trained on. Lower one."
+            )
+        if not 0 <= self.shift_probability <= 1:
+            raise ValueError(f"shift_probability={self.shift_probability}: must be from 0 to 1. Set 0.5, for example.")
+
+
+class Batch(NamedTuple):
+    """What model.py gets. One item has the same fields without the first dimension; items are stacked field by field.
+
+    Any tuple or dict of tensors will do; define `collate(items)` in this file if your items differ in size.
+    """
+
+    inputs: Tensor
+    """(B, 1, 8, 8) float32 in [0, 1]."""
+    targets: Tensor
+    """(B,) int64, the digit."""
+
+
+class Digits(Dataset[Batch]):
+    """Images in memory, moved at random when `shift_probability` is above 0."""
+
+    def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
+        self.images, self.digits, self.shift_probability = images, digits, shift_probability
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Batch:
+        image = self.images[index]
+        # Plain random calls (torch, numpy or random) are right here: before each item the loader seeds them from
+        # (seed, epoch, index), so a sample looks the same on any rank, in any worker and after a resume.
+        if torch.rand(()) < self.shift_probability:
+            image = random_shift(image)
+        return Batch(image, self.digits[index])
+
+
+def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
+    """The training, validation and test sets: disjoint, together all images, the same in every run (not stratified)."""
+    from sklearn.datasets import load_digits  # here, so that only who reads the data pays for the import
+
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float().div(16).unsqueeze(1)  # (1797, 8, 8) of 0..16 -> (1797, 1, 8, 8)
+    digits = torch.from_numpy(bunch.target).long()
+
+    # A seed of its own, not the run's: runs with different seeds are compared on the same images.
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    num_validation, num_test = (
+        round(len(images) * part) for part in (config.validation_fraction, config.test_fraction)
+    )
+    validation, test, train = order.tensor_split((num_validation, num_validation + num_test))
+    return (
+        Digits(images[train], digits[train], config.shift_probability),
+        Digits(images[validation], digits[validation]),
+        Digits(images[test], digits[test]),
+    )
+
+
+def random_shift(image: Tensor) -> Tensor:
+    """The image (1, H, W) moved by -1, 0 or 1 pixel down and right; what comes in at the edges is 0."""
+    height, width = image.shape[1:]
+    top, left = torch.randint(0, 3, (2,)).tolist()
+    return F.pad(image, (1, 1, 1, 1))[:, top : top + height, left : left + width]

@@ -1,0 +1,153 @@
+"""One rank's place among the others: joining and leaving the process group, and the few collectives used outside it.
+
+Who starts the processes is launcher.py's business, how gradients are shared is strategies/'. With one rank there is no
+process group at all, and every function here does the obvious thing.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who this process is: `rank` of `world_size` over all nodes, `local_rank` on its node, and the device it
+    computes on.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device_notes: tuple[str, ...] = ()
+    """For the log: which GPU of this node became which cuda:i, and why others did not."""
+    started_at: float = field(default_factory=time.time)
+    """When the command was started, in seconds since 1970."""
+    store: dist.Store | None = None
+    """What the ranks tell each other without a collective (a TCPStore); None with one rank."""
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 alone prints and writes files."""
+        return self.rank == 0
+
+    @contextmanager
+    def local_rank_first(self) -> Iterator[None]:
+        """Local rank 0 of each node runs the body before its neighbours do, so that a download happens once a node."""
+        if self.local_rank > 0:
+            barrier()
+        yield
+        if self.local_rank == 0:
+            barrier()
+
+
+_context = RankContext()
+
+
+def set_context(context: RankContext) -> None:
+    """Say who this process is; the launcher does, once, before run_fn."""
+    global _context  # noqa: PLW0603 - one process is one rank
+    _context = context
+
+
+def current_context() -> RankContext:
+    """Who this process is: rank 0 of 1 on the CPU unless a launcher has said otherwise."""
+    return _context
+
+
+def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
+    """Set this rank's device, then join the process group (NCCL collectives use the current device)."""
+    if context.device.type == "cuda":
+        torch.cuda.set_device(context.device)
+    if context.store is None:  # one rank
+        return
+    if backend == "auto":
+        # gloo beside NCCL carries objects (random states, checkpoints) without a detour through GPU memory.
+        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", context.store),
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timeout,
+        device_id=context.device if "nccl" in backend else None,
+    )
+
+
+def leave_group() -> None:
+    """Destroy the process group. Model and optimizer must be gone: with DDP as its last owner, gloo would hang."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """`tensor`, reduced over all ranks in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    return values[0]
+
+
+def pack(state: Any) -> bytes:
+    """Plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """What pack() was given, on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def from_main(function: Callable[[], Any]) -> Any:
+    """What `function` returns on rank 0, on every rank; what it raises there is raised on every rank, so that none
+    waits.
+    """
+    outcome: tuple[Any, Exception | None] = None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome = function(), None
+        except Exception as error:
+            outcome = None, error
+    value, problem = broadcast_object(outcome)
+    if problem is not None:
+        raise problem
+    return value
+
+
+def gather_objects(value: Any) -> list[Any] | None:
+    """Every rank's `value` in the order of ranks, on rank 0; None on the others."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values

@@ -1,0 +1,172 @@
+"""Starts one process per rank on this node, watches them, and ends them together.
+
+The launcher says what each rank runs; this file knows only processes: the first that fails ends the others, and none
+outlives its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a rank that was asked to stop and has saved its work."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: `text` is a traceback, or the one line of a user's mistake (exit_code 2)."""
+
+    rank: int
+    exit_code: int
+    text: str
+    time: float
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may use (a scheduler may have given it fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_started_at() -> float:
+    """When this process began, in seconds since 1970 (elsewhere than on Linux: about now)."""
+    if sys.platform != "linux":
+        return time.time()
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def die_with_parent() -> None:
+    """Ask the system to kill this process when its parent is gone (Linux), so that none is left on a GPU."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def run_processes(
+    work: Callable[..., int],
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    start_method: str,
+    environment: Mapping[str, str],
+    ask_to_stop: Callable[[int], bool],
+) -> tuple[int, Failure | None]:
+    """The exit code of `work(*arguments[i], report)` run in one process for each i, and the first failure.
+
+    environment: variables that all of them start with. ask_to_stop(signal number) is called on the first SIGINT or
+    SIGTERM and returns False if the ranks cannot stop by themselves yet; then, and on a second signal, they are
+    killed.
+    """
+    os.environ.update(environment)  # before the fork server starts: its children have the environment of its start
+    context: Any = multiprocessing.get_context(_start_method(start_method))
+    processes, reports = [], []
+    for own_arguments in arguments:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(work, own_arguments, sender))
+        process.start()
+        sender.close()
+        processes.append(process)
+        reports.append(receiver)
+    with _Signals() as signals:
+        return _supervise(processes, reports, signals, ask_to_stop)
+
+
+def _start_method(name: str) -> str:
+    if name != "auto":
+        return name
+    if sys.platform != "linux":
+        return "spawn"
+    # The server imports what is slow once for all ranks. None of it may touch CUDA: a forked child could not use it.
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torchmetrics", "omegaconf", "tqdm"])
+    return "forkserver"
+
+
+def _supervise(
+    processes: list[BaseProcess], reports: list[Connection], signals: _Signals, ask_to_stop: Callable[[int], bool]
+) -> tuple[int, Failure | None]:
+    is_asked = False
+    while alive := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in alive], timeout=0.2)
+        if any(process.exitcode not in (None, 0, *STOPPED) for process in processes) or len(signals.received) > 1:
+            break
+        if signals.received and not is_asked:
+            is_asked = True
+            if not ask_to_stop(signals.received[0]):
+                break
+    if alive and not signals.received:
+        time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
+    failures = _failures(processes, reports)
+    for process in processes:
+        process.kill()  # SIGKILL: a rank inside a collective does not answer to anything else
+    for process in processes:
+        process.join()
+    if failures:
+        return failures[0].exit_code, failures[0]
+    stopped = [128 + number for number in signals.received] + [
+        code for p in processes if (code := p.exitcode) in STOPPED
+    ]
+    return (stopped[0] if stopped else 0), None
+
+
+def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[Failure]:
+    """What went wrong, the cause first: a killed rank says nothing, and its neighbours report lost connections."""
+    failures = []
+    for rank, (process, report) in enumerate(zip(processes, reports, strict=True)):
+        code = process.exitcode
+        if report.poll():
+            try:
+                failures.append(report.recv())
+                continue
+            except EOFError:
+                pass
+        if code is not None and code < 0:
+            text = f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+            failures.append(Failure(rank, 1, text, 0.0))
+        elif code is not None and code > 0 and code not in STOPPED:
+            failures.append(Failure(rank, code, f"ended with exit code {code}", 0.0))
+    return sorted(failures, key=lambda failure: failure.time)
+
+
+def _main(work: Callable[..., int], arguments: tuple[Any, ...], report: Connection) -> NoReturn:
+    die_with_parent()
+    # The fork server, not the launching process, is the parent that the system knows.
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the launching process decides
+    code = work(*arguments, report.send)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
+
+
+def _end_with_launcher() -> None:
+    launching_process = multiprocessing.parent_process()
+    assert launching_process is not None
+    launching_process.join()
+    os._exit(1)
+
+
+class _Signals:
+    """Collects SIGINT and SIGTERM while the ranks run; the handlers before it are put back."""
+
+    def __enter__(self) -> _Signals:
+        self.received: list[int] = []
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self.received.append(number)

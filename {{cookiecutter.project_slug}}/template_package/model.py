@@ -1,0 +1,80 @@
+"""YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
+
+Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`; and, where you define them, `build_optimizer(model, config)` (instead of the one that config.yaml
+names) and `loss_weight(batch)` (what the loss is the mean over, if not samples: target tokens, say).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .dataset import Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+
+@dataclass
+class ModelConfig:
+    """The keys of config.yaml under `model:`."""
+
+    num_classes: int = 10
+    channels: int = 32
+    """Feature maps of the first half; the second half has twice as many. A multiple of 4, for GroupNorm."""
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes={self.num_classes}: must be at least 2. Set 10 for digits.")
+        if self.channels < 4 or self.channels % 4:
+            raise ValueError(f"channels={self.channels}: must be a multiple of 4. Set 32, for example.")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be from 0 to below 1. Set 0.1, for example.")
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The network: (B, 1, 8, 8) images -> (B, num_classes) logits."""
+    narrow, wide = config.channels, 2 * config.channels
+    return nn.Sequential(
+        *convolution(1, narrow),
+        *convolution(narrow, narrow),
+        nn.MaxPool2d(2),  # (B, narrow, 4, 4)
+        *convolution(narrow, wide),
+        nn.MaxPool2d(2),  # (B, wide, 2, 2)
+        nn.Flatten(),
+        nn.Dropout(config.dropout),
+        nn.Linear(wide * 2 * 2, config.num_classes),
+    )
+
+
+def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
+    """A 3x3 convolution that keeps the size, normalization and ReLU."""
+    # GroupNorm sees one sample at a time. BatchNorm's statistics would depend on how a batch is cut among devices.
+    return nn.Conv2d(num_inputs, num_outputs, 3, padding=1), nn.GroupNorm(4, num_outputs), nn.ReLU()
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of one micro-batch, and the logits.
+
+    batch.inputs: (B, 1, 8, 8) float32 in [0, 1]; batch.targets: (B,) int64 class ids.
+    Returns a scalar (the mean over this rank's B samples, not yet averaged over ranks) and (B, num_classes) logits.
+    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    """
+    logits = model(batch.inputs)
+    return F.cross_entropy(logits, batch.targets), logits
+
+
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    """What evaluation reports beside the loss, by name; `evaluation.metric` in config.yaml picks one of them."""
+    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics.classification import MulticlassAccuracy
+
+    return MetricCollection({"accuracy": MulticlassAccuracy(config.num_classes, average="micro")})
+
+
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
+    """Count one evaluated micro-batch; torchmetrics adds the counts of all ranks."""
+    metrics.update(outputs, batch.targets)

@@ -1,0 +1,132 @@
+"""Plain PyTorch on one device, and the seam that the other strategies fill: what differs between them, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from ..config import TrainingConfig
+from ..launching.distributed import RankContext
+
+BuildOptimizer = Callable[[nn.Module], Optimizer]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()  # one for all steps: it holds no state
+
+
+class Strategy:
+    """One device.
+
+    model: what compute_loss calls (a subclass wraps it). module: the user's own module, with plain names.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, config: TrainingConfig, context: RankContext) -> None:
+        self.config, self.context = config, context
+        self.precision = resolve_precision(config.precision, context.device)
+        self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
+
+    def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
+        """Move the model to the device, wrap it, then build the optimizer on what is there (none: for evaluation
+        only).
+        """
+        self.module = model.to(self.context.device)
+        self.model = self.wrap(self.module)
+        if build_optimizer is not None:
+            self.optimizer = build_optimizer(self.module)
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """What compute_loss calls instead of the module."""
+        return module
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision that forward passes run in."""
+        if self.precision == "fp32":
+            return _NOTHING
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return torch.autocast(self.context.device.type, dtype)
+
+    def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """Around one forward and backward: only the last micro-batch of a step need share gradients."""
+        return _NOTHING
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add this micro-batch's gradients. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
+        if weight != 1.0:
+            loss = loss * weight
+        if self.scaler.is_enabled():
+            loss = self.scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
+        """One step from the gradients, which are then gone; their global norm before clipping, if they are clipped."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
+        norm = None if max_gradient_norm is None else clip_grad_norm_(self.module.parameters(), max_gradient_norm)
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model = {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+        # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
+        has_state = bool(self.optimizer.state)
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options) if has_state else {}
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict() gave, under any strategy; all ranks call it with the same whole state."""
+        self.module.load_state_dict(state["model"])
+        if state["optimizer"]:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
+        if state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that train, over all ranks."""
+        return self.context.world_size
+
+    @property
+    def evaluation_model(self) -> nn.Module:
+        """What evaluation calls: no gradients are shared there, so mostly the bare module."""
+        return self.module
+
+    def synchronize_buffers(self) -> None:
+        """Make buffers equal on all ranks (running statistics are each rank's own), before evaluating and saving."""
+
+    def check_gradients(self) -> None:
+        """After a backward: ConfigError if the strategy cannot do with parameters that got no gradient."""
+
+    def replicas(self) -> dict[str, Tensor]:
+        """The tensors that must be equal on every rank, by name; empty where there is one, or each holds a part."""
+        return {}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` as fp32, bf16 or fp16: bf16 where the GPU computes it itself, fp16 on older ones, fp32 on CPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

@@ -1,0 +1,73 @@
+"""DistributedDataParallel: each rank holds the whole model; gradients are averaged while backward still runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import DdpConfig, TrainingConfig
+from ..launching.distributed import RankContext
+from ..validation import ConfigError
+from .base import Strategy
+
+
+class DistributedDataParallelStrategy(Strategy):
+    """torch's DDP over the process group."""
+
+    model: DistributedDataParallel
+
+    def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
+        super().__init__(config, context)
+        self._options = options
+
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
+        """The module in DDP, which copies rank 0's weights to all."""
+        return DistributedDataParallel(
+            module,
+            device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
+            find_unused_parameters=self._options.find_unused_parameters,
+            static_graph=self._options.static_graph,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+            forward_sync_buffers=False,  # a broadcast per forward costs more than the step of a small model
+        )
+
+    def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
+        """no_sync() on all but the last micro-batch, whose backward averages the sum."""
+        return nullcontext() if is_last_micro_batch else self.model.no_sync()
+
+    def synchronize_buffers(self) -> None:
+        """Rank 0's buffers on every rank."""
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def check_gradients(self) -> None:
+        """ConfigError that names the parameters without a gradient: DDP would wait for them in every step."""
+        unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused and not self._options.find_unused_parameters:
+            raise ConfigError(
+                f"ddp.find_unused_parameters=false: {', '.join(unused)} got no gradient, and DDP waits for "
+                "every parameter's. Freeze them (requires_grad=False), use them in the loss, or set "
+                "ddp.find_unused_parameters=true."
+            )
+
+    def replicas(self) -> dict[str, Tensor]:
+        """Parameters and buffers, without BatchNorm's running statistics: each rank's own until they are
+        synchronised.
+        """
+        own = {
+            f"{name}.{key}".removeprefix(".")
+            for name, module in self.module.named_modules()
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+            for key, _ in module.named_buffers(recurse=False)
+        }
+        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in own}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base, with rank 0's buffers, which a resumed run will have on every rank."""
+        self.synchronize_buffers()
+        return super().state_dict()

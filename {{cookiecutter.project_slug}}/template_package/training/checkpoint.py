@@ -1,0 +1,137 @@
+"""The files of a run that must survive: written beside, flushed and renamed, so that a killed job leaves the old ones
+whole.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_model
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from ..validation import ConfigError
+
+FORMAT_VERSION = 1
+
+
+class CheckpointFolder:
+    """runs/<name>/checkpoints: step_00000120.pt …, of which the last `keep_last` stay, and best.pt, which always
+    stays.
+    """
+
+    def __init__(self, folder: Path, keep_last: int | None) -> None:
+        self.folder, self._keep_last = folder, keep_last
+
+    def steps(self) -> list[Path]:
+        """The checkpoints in the order of their steps."""
+        return sorted(path for path in self.folder.glob("step_*.pt") if re.fullmatch(r"step_\d{8,}", path.stem))
+
+    def latest(self) -> Path | None:
+        """The checkpoint of the last saved step."""
+        return max(self.steps(), key=lambda path: int(path.stem[5:]), default=None)
+
+    @property
+    def best(self) -> Path:
+        """The checkpoint of the best evaluation."""
+        return self.folder / "best.pt"
+
+    def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
+        """Write one checkpoint; drop those that are no longer among the last."""
+        path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
+        write_whole(path, lambda beside: torch.save(state, beside))
+        if self._keep_last is not None and not is_best:
+            for old in self.steps()[: -self._keep_last]:
+                old.unlink()
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, flush it to the disk, and give it the name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp")
+    write(beside)
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+    beside.replace(path)  # rename is atomic
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is not one."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ConfigError(f"checkpoint {path} does not exist. Name an existing file, or train first.") from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"checkpoint {path} cannot be read ({reason}). Remove it, or name another.") from None
+    if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION:
+        version = state.get("format_version") if isinstance(state, dict) else None
+        raise ConfigError(
+            f"checkpoint {path} has format_version {version}, and this code reads {FORMAT_VERSION}. "
+            "For weights alone use checkpoint.initial_weights."
+        )
+    return state
+
+
+def load_initial_weights(model: nn.Module, path: Path) -> None:
+    """Copy anyone's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
+
+    ConfigError lists names that are missing, unexpected or of another shape.
+    """
+    weights = _read_weights(path)
+    for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # compile and DDP, nested either way
+        consume_prefix_in_state_dict_if_present(weights, prefix)
+    check_weights(model, weights, f"checkpoint.initial_weights={path}")
+    model.load_state_dict(weights)
+
+
+def check_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
+    """ConfigError that lists the names in which `weights` do not fit the model."""
+    own = model.state_dict()
+    problems = {
+        "missing": [name for name in own if name not in weights],
+        "unexpected": [name for name in weights if name not in own],
+        "misshapen": [
+            f"{name} {tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
+            for name, tensor in own.items()
+            if name in weights and weights[name].shape != tensor.shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
+        raise ConfigError(
+            f"{source}: does not fit the model: {listed}. Change model.* (or model.py), or name another file."
+        )
+
+
+def export_weights(model: nn.Module, path: Path) -> None:
+    """Write the model's weights as safetensors, with plain names; tied weights once."""
+    write_whole(path, lambda beside: save_model(model, str(beside)))
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise ConfigError(
+            f"checkpoint.initial_weights={path}: no such file. Name a .pt, .pth, .bin or .safetensors file."
+        )
+    try:
+        content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"checkpoint.initial_weights={path} cannot be read ({reason}). "
+            "Save it as safetensors or as a plain state dict (torch.save(model.state_dict(), path))."
+        ) from None
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+            break
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()) or not content:
+        raise ConfigError(f"checkpoint.initial_weights={path} holds no state dict. Save model.state_dict() in it.")
+    return dict(content)

@@ -1,0 +1,146 @@
+"""Who gets which samples: the epoch's order, its global batches, each rank's share, and the micro-batches of a share.
+
+All of it is arithmetic on (seed, epoch, position), so a run resumes in the middle of an epoch without replaying
+anything, on any number of ranks. Reading, collating and copying to the device is left to fetching.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from ..config import LoaderConfig
+from ..launching.distributed import RankContext
+from ..validation import ConfigError
+from .fetching import Collate, Fetcher, MicroBatch, Request, mix, move, read_batches
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """(num_samples,) int64: the shuffled order of one epoch, the same on every rank."""
+    generator = torch.Generator().manual_seed(mix(seed, epoch, -1))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def split_evenly(num_samples: int, num_parts: int, part: int) -> tuple[int, int]:
+    """Start and stop of one of `num_parts` contiguous parts whose sizes differ by at most one."""
+    return num_samples * part // num_parts, num_samples * (part + 1) // num_parts
+
+
+def cut(indices: list[int], size: int, *, num_pieces: int | None = None) -> list[list[int]]:
+    """`indices` in as few pieces of at most `size` as possible, all nearly equal; or in `num_pieces`."""
+    count = num_pieces or max(1, -(-len(indices) // size))
+    bounds = [split_evenly(len(indices), count, piece) for piece in range(count)]
+    return [indices[start:stop] for start, stop in bounds]
+
+
+class TrainLoader:
+    """This rank's micro-batches, step by step, from any position on and without end."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        config: LoaderConfig,
+        context: RankContext,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int | str,
+        collate: Collate | None = None,
+    ) -> None:
+        self.num_samples = check_dataset(dataset, "training")
+        self.global_batch_size = global_batch_size
+        self.steps_per_epoch = -(-self.num_samples // global_batch_size)
+        largest_share = -(-min(global_batch_size, self.num_samples) // context.world_size)
+        self.micro_batch_size = (
+            largest_share if micro_batch_size == "auto" else min(int(micro_batch_size), largest_share)
+        )
+        self._context, self._config, self._seed = context, config, seed
+        self._fetcher = Fetcher(dataset, collate, seed)
+        self._batches: Iterator[MicroBatch] = iter(())
+
+    def start(self, epoch: int, position: int) -> None:
+        """The next step begins `position` samples into `epoch` (epochs counted from 0)."""
+        self.close()
+        self._batches = read_batches(self._fetcher, self._requests(epoch, position), self._config, self._context)
+
+    def next_step(self) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank's share of the next global batch."""
+        for micro_batch in self._batches:
+            yield micro_batch
+            if micro_batch.request.is_last:
+                return
+
+    def read_first(self, epoch: int, position: int) -> MicroBatch:
+        """This rank's first micro-batch from there, for a rehearsal; what the steps will read is not touched."""
+        request = next(self._requests(epoch, position))
+        return move(self._fetcher[request], self._context.device)
+
+    def mean_over_epoch(self, sum_of_losses: float, num_steps: int, last_loss: float) -> float:
+        """The mean over the samples of an epoch's last `num_steps` steps, of which the last may have been shorter."""
+        last = self.num_samples - (self.steps_per_epoch - 1) * self.global_batch_size
+        full = (num_steps - 1) * self.global_batch_size
+        return ((sum_of_losses - last_loss) * self.global_batch_size + last_loss * last) / (full + last)
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._batches = iter(())
+
+    def _requests(self, epoch: int, position: int) -> Iterator[Request]:
+        world_size = self._context.world_size
+        while True:
+            order = epoch_order(self.num_samples, self._seed, epoch)
+            for start in range(position, self.num_samples, self.global_batch_size):
+                global_batch = order[start : start + self.global_batch_size]
+                size = len(global_batch)
+                first, last = split_evenly(size, world_size, self._context.rank)
+                share = global_batch[first:last].tolist()
+                # A rank without samples runs one with weight 0, so that every rank meets the same collectives.
+                pieces = cut(share, self.micro_batch_size) if share else [global_batch[:1].tolist()]
+                for number, piece in enumerate(pieces, start=1):
+                    weight = len(piece) * world_size / size if share else 0.0
+                    yield Request(epoch, piece, len(piece) if share else 0, weight, number == len(pieces))
+            epoch, position = epoch + 1, 0
+
+
+class EvaluationLoader:
+    """Each sample of a data set once, over all ranks; every rank runs the same number of batches.
+
+    A rank whose part is shorter repeats its first index with num_samples 0: forward passes may hold collectives (FSDP).
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, micro_batch_size: int,
+        name: str, collate: Collate | None = None,
+    ) -> None:  # fmt: skip
+        self.num_samples = check_dataset(dataset, name)
+        self._context, self._config, self._micro_batch_size = context, config, micro_batch_size
+        self._fetcher = Fetcher(dataset, collate, seed=0)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        yield from read_batches(self._fetcher, self._requests(), self._config, self._context)
+
+    def _requests(self) -> Iterator[Request]:
+        world_size = self._context.world_size
+        first, last = split_evenly(self.num_samples, world_size, self._context.rank)
+        largest_part = -(-self.num_samples // world_size)
+        num_batches = -(-largest_part // self._micro_batch_size)
+        for piece in cut(list(range(first, last)), self._micro_batch_size, num_pieces=num_batches):
+            yield Request(0, piece or [0], len(piece), float(len(piece)), is_last=False)
+
+
+def check_dataset(dataset: Dataset[Any], name: str) -> int:
+    """The number of samples; ConfigError for what cannot be shared out."""
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise ConfigError(
+            f"the {name} data set ({type(dataset).__name__}) has no length: samples are shared out by their index. "
+            "Give it __len__ and __getitem__; an IterableDataset is not supported."
+        )
+    if len(dataset) == 0:
+        raise ConfigError(
+            f"the {name} data set is empty: build_datasets() in dataset.py must return at least one sample."
+        )
+    return len(dataset)

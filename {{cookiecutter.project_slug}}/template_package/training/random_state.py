@@ -1,0 +1,44 @@
+"""The random generators of a rank: seeding, reading and setting all of them together."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import numpy
+import torch
+
+from .fetching import mix
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python, NumPy, torch and CUDA alike."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # every CUDA device too
+
+
+def seed_rank(seed: int, rank: int, step: int) -> None:
+    """Give this rank generators of its own (dropout differs by rank), from `step` on."""
+    seed_generators(mix(seed, -1 - rank, step))
+
+
+def get_random_states(device: torch.device) -> dict[str, Any]:
+    """The states of this rank's generators, in types that torch.load(weights_only=True) accepts."""
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Put back what get_random_states() gave; a CUDA state is used on CUDA only."""
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    numpy.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,80 @@
+"""The same name again: which state a run continues from, and when it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, to_dict
+from ..launching.distributed import from_main, pack, unpack
+from ..validation import ConfigError, one_line
+from .checkpoint import CheckpointFolder, load_checkpoint
+from .logs import get_logger
+
+DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
+"""What makes a run what it is; everything else may change from one start to the next."""
+
+
+def find_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:
+    """The state to continue from, or None for a new run. Rank 0 reads; the others, which may share no disk, receive."""
+    state: dict[str, Any] | None = unpack(from_main(lambda: pack(_read_state(config, checkpoints))))
+    return state
+
+
+def check_same_values(stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], what: str) -> None:
+    """ConfigError if two plain configs differ in one of the (dotted) keys or below it."""
+    if lines := differing_keys({key: _pick(stored, key) for key in keys}, {key: _pick(present, key) for key in keys}):
+        raise ConfigError(
+            f"{what}: was begun with other values: {'; '.join(lines)}. "
+            "Put them back to continue, or choose another name=… for a new run."
+        )
+
+
+def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
+    """ "key: stored value -> present value" for each dotted key in which two plain configs differ."""
+    lines: list[str] = []
+    for key in [*stored, *(key for key in present if key not in stored)]:
+        former, now, dotted = stored.get(key), present.get(key), f"{prefix}{key}"
+        if isinstance(former, dict) and isinstance(now, dict):
+            lines += differing_keys(former, now, f"{dotted}.")
+        elif former != now:
+            lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
+    return lines
+
+
+def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:
+    resume = config.checkpoint.resume
+    paths = checkpoints.steps()
+    if not paths:
+        return None if resume in ("auto", "never") else _announce(load_checkpoint(Path(resume)), Path(resume), config)
+    if resume == "never":
+        raise ConfigError(
+            f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "
+            "Choose another name=…, or remove the folder."
+        )
+    for path in reversed(paths):
+        try:
+            state = load_checkpoint(path)
+        except ConfigError as error:
+            get_logger().warning("%s The one before it is tried.", error)
+            continue
+        check_same_values(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+        return _announce(state, path, config)
+    raise ConfigError(f"{checkpoints.folder}: none of its {len(paths)} checkpoints can be read. Choose another name=….")
+
+
+def _announce(state: dict[str, Any], path: Path, config: Config) -> dict[str, Any]:
+    get_logger().info("resuming after step %d from %s", state["step"], path)
+    for key in ("epochs", "max_steps"):
+        former, now = state["config"]["training"][key], getattr(config.training, key)
+        if former != now:
+            get_logger().info("training.%s was %s, is %s: the schedule now spans the new length", key, former, now)
+    return state
+
+
+def _pick(config: dict[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

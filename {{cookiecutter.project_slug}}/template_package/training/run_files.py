@@ -1,0 +1,113 @@
+"""What a run leaves beside logs and checkpoints: config.yaml, environment.json, summary.json, model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from .. import model as user_model
+from ..config import Config, to_dict
+from ..launching.distributed import RankContext, gather_objects
+from ..strategies.base import Strategy
+from .checkpoint import CheckpointFolder, export_weights, load_checkpoint, write_whole
+from .logs import get_logger
+
+LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
+
+
+def run_directory(config: Config) -> Path:
+    """runs/<name>, in the folder where the command is typed."""
+    return Path("runs") / config.name
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """`content` as readable JSON, whole or not at all."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def describe_start(directory: Path, config: Config, context: RankContext) -> None:
+    """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes."""
+    devices = gather_objects(_device_name(context.device))
+    if not context.is_main:
+        return
+    get_logger().info("%s: %d rank(s) on %s", directory, context.world_size, "; ".join(devices or []))
+    for note in context.device_notes:
+        get_logger().info("%s", note)
+    text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
+    write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+        "cuda": torch.version.cuda,
+        "world_size": context.world_size,
+        "devices": devices,
+        "git_commit": _git_commit(),
+        "command": sys.argv,
+    }
+    write_json(directory / "environment.json", environment)
+
+
+def describe_end(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> None:
+    """Write summary.json and the best weights; all ranks call it, rank 0 writes."""
+    context = strategy.context
+    peaks = gather_objects(_peak_memory_mib(context.device))
+    if not context.is_main:
+        return
+    summary |= {
+        "world_size": context.world_size,
+        "num_devices": strategy.num_devices,
+        "device_ids": config.device_ids,
+        "strategy": config.strategy,
+        "precision": strategy.precision,
+        "peak_memory_mib": peaks,
+    }
+    checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
+    path = checkpoints.best if checkpoints.best.exists() else checkpoints.latest()
+    if path is not None:
+        model = user_model.build_model(config.model)
+        model.load_state_dict(load_checkpoint(path)["model"])
+        export_weights(model, directory / "model.safetensors")
+    write_json(directory / "summary.json", summary)
+
+
+def _device_name(device: torch.device) -> str:
+    return (
+        f"{device}: {torch.cuda.get_device_name(device)}"
+        if device.type == "cuda"
+        else f"{device}: {platform.machine()}"
+    )
+
+
+def _peak_memory_mib(device: torch.device) -> float:
+    """Of the GPU's memory that tensors took, or of this process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)  # bytes on macOS, KiB elsewhere
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,72 @@
+"""Lets all ranks stop after the same step when one of them is asked to (SIGTERM, Ctrl-C).
+
+Nothing is added to a step but the comparison of two integers: a thread watches the store. When a request appears there,
+each rank holds before its next step, says which step it has begun, and goes on to the furthest step any has begun: a
+rank that waited for the others inside a step of theirs would wait for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+
+from ..launching.distributed import RankContext
+
+POLL_SECONDS = 0.2
+
+
+class StopRequest:
+    """`allows(step)` is asked before each step; after it has said no, `signal_number` tells why."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.signal_number: int | None = None
+        self._context, self._begun, self._limit = context, 0, sys.maxsize
+        self._received: int | None = None
+        self._decided, self._closed = threading.Event(), threading.Event()
+        self._previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._receive)}
+        if (
+            context.world_size == 1 or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        ):  # ignored: the parent decides
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
+        if context.store is not None:
+            self._store = context.store.clone()  # type: ignore[attr-defined]  # a connection of its own: one waiting for an answer blocks the other
+            self._store.set("stop/ready", "1")
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def allows(self, step: int) -> bool:
+        """False when the run must end before `step`; the same answer on every rank."""
+        self._begun = step
+        if step > self._limit:
+            self._decided.wait()
+            return step <= self._limit
+        return True
+
+    def close(self) -> None:
+        """Put the former signal handlers back."""
+        self._closed.set()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self._received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+        self._received = number
+        if self._context.store is None:
+            self.signal_number, self._limit = number, self._begun
+            self._decided.set()
+
+    def _watch(self) -> None:
+        while not self._store.check(["stop/signal"]):
+            if self._received is not None:
+                self._store.set("stop/signal", str(self._received))
+            elif self._closed.wait(POLL_SECONDS):
+                return
+        # First the limit, then the reading: whichever comes first, this rank has begun no step that it does not report.
+        self._limit = -1
+        self._store.set(f"stop/begun/{self._context.rank}", str(self._begun))
+        begun = [int(self._store.get(f"stop/begun/{rank}")) for rank in range(self._context.world_size)]
+        self.signal_number = int(self._store.get("stop/signal"))
+        self._limit = max(begun)
+        self._decided.set()

@@ -1,0 +1,215 @@
+"""The training loop: fit, train_step, evaluate, save, resume.
+
+Which samples a rank sees is loader.py's, what differs between strategies is strategies/'s, and each promise that takes
+intricate code (stopping together, equal replicas, exact resume) has a file of its own that this one calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import dataset as user_data
+from .. import model as user_model
+from ..config import Config, to_dict
+from ..launching.distributed import RankContext, all_reduce, gather_objects, pack, unpack
+from ..strategies import create_strategy
+from .checkpoint import FORMAT_VERSION, CheckpointFolder, load_initial_weights
+from .evaluation import Evaluator
+from .loader import TrainLoader
+from .logs import get_logger
+from .optimization import build_optimizer, learning_rate, set_learning_rate
+from .progress import Progress, StepClock
+from .random_state import get_random_states, seed_generators, seed_rank, set_random_states
+from .rehearsal import rehearse
+from .replicas import check_replicas
+from .resuming import find_state
+from .run_files import describe_end, describe_start
+from .stopping import StopRequest
+from .tracking import Tracking
+
+
+class Trainer:
+    """Trains the user's model on the user's data, as one of `context.world_size` ranks that make the same calls."""
+
+    def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
+        self.config, self.context, self.directory = config, context, directory
+        seed_generators(config.seed)  # alike on every rank: equal initial weights
+        with context.local_rank_first():  # one download a node
+            train_data, validation_data, *_ = user_data.build_datasets(config.data)
+        self.loader = TrainLoader(
+            train_data,
+            config.loader,
+            context,
+            seed=config.seed,
+            global_batch_size=config.training.global_batch_size,
+            micro_batch_size=config.training.micro_batch_size,
+            collate=getattr(user_data, "collate", None),
+        )
+        self.evaluator = Evaluator(validation_data, "validation", config, context)
+        self.evaluator.check_metric(config.evaluation.metric)
+        self.progress = Progress(self.loader.num_samples, config.training.global_batch_size)
+        self.total_steps = min(
+            config.training.epochs * self.loader.steps_per_epoch, config.training.max_steps or sys.maxsize
+        )
+        self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
+        self.clock = StepClock(context.started_at)
+        self.epoch_loss = torch.zeros((), device=context.device)  # summed over this start's steps of the epoch
+        self.epoch_steps = 0
+
+        model = user_model.build_model(config.model)
+        if config.checkpoint.initial_weights is not None:
+            load_initial_weights(model, Path(config.checkpoint.initial_weights))
+        build = getattr(user_model, "build_optimizer", build_optimizer)
+        self.strategy = create_strategy(config, context)
+        self.strategy.prepare(model, partial(build, config=config.optimizer))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done, or early stopping ended the run before."""
+        patience = self.config.training.early_stopping_epochs
+        is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
+        return self.progress.step >= self.total_steps or is_stale
+
+    def fit(self) -> None:
+        """Train from where the run stands to its end; SystemExit(128 + signal number) after a request to stop."""
+        self.resume()
+        progress = self.progress
+        if self.is_complete:
+            get_logger().info(
+                f"run {self.config.name} is complete: {progress.step} steps, {progress.epoch} epochs, best "
+                f"{progress.best}. Raise training.epochs to train on, or choose another name=… for a new run."
+            )
+            return
+        where = self.directory, self.config.logging, to_dict(self.config), self.context.is_main
+        self.tracking = Tracking(*where, resumed_step=progress.step, total_steps=self.total_steps)
+        describe_start(self.directory, self.config, self.context)
+        rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
+        self.loader.start(progress.epoch, progress.position)
+        stop = StopRequest(self.context)
+        self.clock.start(progress.num_samples_seen)
+        while not self.is_complete and stop.allows(progress.step + 1):
+            self.after_step(*self.train_step())
+        with self.clock.paused():
+            if not self.is_complete:
+                self.save()
+            self.finish()
+            stop.close()
+        if not self.is_complete:
+            assert stop.signal_number is not None
+            raise SystemExit(128 + stop.signal_number)
+
+    def train_step(self) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step. Returns this rank's part of the loss (the parts' mean over ranks is the global batch's
+        mean loss) and, if gradients are clipped, their norm. Both stay on the device: nothing here waits for it.
+        """
+        strategy, config = self.strategy, self.config
+        rate = learning_rate(config.schedule, config.optimizer.learning_rate, self.progress.step + 1, self.total_steps)
+        set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
+        step_loss: Tensor | None = None
+        for batch, request in self.loader.next_step():
+            with strategy.accumulate(is_last_micro_batch=request.is_last):
+                with strategy.autocast():
+                    loss, _ = user_model.compute_loss(strategy.model, batch)
+                strategy.backward(loss, request.weight)
+            part = loss.detach() * request.weight
+            step_loss = part if step_loss is None else step_loss + part
+        assert step_loss is not None, "the loader hands out at least one micro-batch a step"
+        return step_loss, strategy.optimizer_step(config.training.max_gradient_norm)
+
+    def after_step(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+        """Count the step, then log, evaluate and save where they are due."""
+        config, progress = self.config, self.progress
+        progress.count_step()
+        self.epoch_loss += step_loss
+        self.epoch_steps += 1
+        if self.clock.end_first_step():
+            check_replicas(self.strategy.replicas(), progress.step, self.context.device)
+        if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
+            self.log(step_loss, gradient_norm)
+        is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
+        if progress.is_due(config.evaluation) or (is_evaluated and progress.step == self.total_steps):
+            self.evaluate()
+        if progress.is_due(config.checkpoint) or self.is_complete:
+            self.save()
+        self.tracking.advance(progress.step)
+
+    def log(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+        """Write the step's figures: of all steps, only these wait for the device."""
+        progress = self.progress
+        parts = torch.stack([step_loss, self.epoch_loss.to(step_loss.dtype)]).double()
+        global_loss, epoch_loss = (all_reduce(parts) / self.context.world_size).tolist()
+        record: dict[str, float | int | str] = {
+            "split": "train",
+            "step": progress.step,
+            "epoch": progress.current_epoch,
+            "loss": global_loss,
+            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
+            "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
+        }
+        if gradient_norm is not None:
+            record["gradient_norm"] = gradient_norm.item()
+        self.tracking.record(record)
+        if progress.is_epoch_end:
+            self.tracking.end_epoch(
+                progress.epoch, self.loader.mean_over_epoch(epoch_loss, self.epoch_steps, global_loss)
+            )
+            self.epoch_loss.zero_()
+            self.epoch_steps = 0
+
+    def evaluate(self) -> None:
+        """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
+        with self.clock.paused():
+            config, progress = self.config.evaluation, self.progress
+            self.strategy.synchronize_buffers()
+            values = self.evaluator.run(self.strategy)
+            counts: dict[str, float | int | str] = {
+                "split": "validation",
+                "step": progress.step,
+                "epoch": progress.current_epoch,
+            }
+            self.tracking.record({**counts, **values, "num_samples": self.evaluator.num_samples})
+            if progress.judge(values[config.metric], config):
+                self.save(is_best=True)
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Write a checkpoint of the last finished step."""
+        with self.clock.paused():
+            state = {
+                "format_version": FORMAT_VERSION,
+                **self.strategy.state_dict(),
+                **self.progress.state_dict(),
+                "config": to_dict(self.config),
+            }
+            random_states = gather_objects(pack(get_random_states(self.context.device)))
+            if random_states is not None:  # rank 0
+                state["random_states"] = [unpack(states) for states in random_states]
+                self.checkpoints.save(state, is_best=is_best)
+
+    def resume(self) -> None:
+        """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
+        rank, device = self.context.rank, self.context.device
+        state = find_state(self.config, self.checkpoints)
+        if state is None:
+            seed_rank(self.config.seed, rank, step=0)
+            return
+        self.strategy.load_state_dict(state)
+        self.progress.load_state_dict(state)
+        if len(state["random_states"]) == self.context.world_size:
+            set_random_states(state["random_states"][rank], device)
+        else:  # other ranks than before: their generators begin anew, the samples go on
+            seed_rank(self.config.seed, rank, self.progress.step)
+
+    def finish(self) -> None:
+        """End the loader's workers and the tracker; write the summary and the best weights."""
+        self.loader.close()
+        status = "complete" if self.is_complete else "stopped"
+        summary = {"status": status, **self.progress.summary(), **self.clock.summary(self.progress.num_samples_seen)}
+        summary["micro_batch_size"] = self.loader.micro_batch_size
+        describe_end(self.directory, summary, self.config, self.strategy)
+        self.tracking.close()
+        self.tracking.message(f"{status} at step {self.progress.step}, best {self.progress.best}: see {self.directory}")

@@ -1,0 +1,163 @@
+"""Who gets which samples, without processes: every rank's requests side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from template_package.config import LoaderConfig
+from template_package.launching.distributed import RankContext
+from template_package.training.fetching import MicroBatch
+from template_package.training.loader import EvaluationLoader, TrainLoader, epoch_order
+from template_package.validation import ConfigError
+
+
+class Squares(Dataset[Any]):
+    """Sample i is (i, a random number): whatever the loader does, the number belongs to (epoch, i)."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.rand(())
+
+
+class Batches(Squares):
+    epochs: list[int]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs = [*getattr(self, "epochs", []), epoch]
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return torch.tensor(indices)
+
+
+def steps(
+    rank: int,
+    world_size: int,
+    *,
+    num_steps: int,
+    position: int = 0,
+    workers: int = 0,
+    dataset: Any = None,
+    micro: int = 3,
+) -> list[list[MicroBatch]]:
+    loader = TrainLoader(
+        dataset or Squares(),
+        LoaderConfig(num_workers=workers),
+        RankContext(rank=rank, world_size=world_size),
+        seed=5,
+        global_batch_size=7,
+        micro_batch_size=micro,
+    )
+    loader.start(0, position)
+    return [list(loader.next_step()) for _ in range(num_steps)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
+def test_each_sample_once_an_epoch_in_shares_that_differ_by_one(world_size: int) -> None:
+    ranks = [steps(rank, world_size, num_steps=8) for rank in range(world_size)]
+    for epoch in range(2):
+        seen = []
+        for step in range(4):  # 7, 7, 7, 2 samples
+            shares = [rank[4 * epoch + step] for rank in ranks]
+            sizes = [sum(micro.request.num_samples for micro in share) for share in shares]
+            assert max(sizes) - min(sizes) <= 1 and sum(sizes) == (7, 7, 7, 2)[step]
+            assert sum(micro.request.weight for share in shares for micro in share) == pytest.approx(world_size)
+            for share, size in zip(shares, sizes, strict=True):
+                assert [micro.request.is_last for micro in share] == [False] * (len(share) - 1) + [True]
+                assert len(share) == max(1, -(-size // 3)) and all(len(micro.request.indices) <= 3 for micro in share)
+                seen += [i for micro in share if micro.request.num_samples for i in micro.request.indices]
+        assert sorted(seen) == list(range(23))
+        assert seen[:7] != sorted(seen[:7])
+
+
+def test_order_changes_with_epoch_and_seed() -> None:
+    orders = [epoch_order(23, seed, epoch).tolist() for seed in (1, 2) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(23)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_augmentation_depends_on_epoch_and_index_alone() -> None:
+    def numbers(world_size: int, **options: Any) -> dict[tuple[int, int], float]:
+        found = {}
+        for rank in range(world_size):
+            for number, step in enumerate(steps(rank, world_size, num_steps=8, **options)):
+                for micro in step:
+                    for index, value in zip(*(field.tolist() for field in micro.batch), strict=True):
+                        found[number // 4, index] = value
+        return found
+
+    alone = numbers(1)
+    assert len(alone) == 46 and len(set(alone.values())) == 46
+    assert numbers(2, micro=2) == alone
+    assert numbers(1, workers=2) == alone
+
+
+def test_reading_leaves_the_random_state_alone_and_position_needs_no_replay() -> None:
+    before = torch.get_rng_state()
+    resumed = steps(0, 2, num_steps=2, position=14)
+    assert torch.equal(torch.get_rng_state(), before)
+    full = steps(0, 2, num_steps=4)
+    assert [[micro.request for micro in step] for step in resumed] == [[m.request for m in step] for step in full[2:]]
+
+
+def test_whole_batches_are_fetched_in_one_call() -> None:
+    dataset = Batches()
+    (first, second), *_ = steps(0, 1, num_steps=5, dataset=dataset, micro=4)
+    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (3, 4)
+    assert dataset.epochs == [0, 1]
+    subset = Subset(Batches(), list(range(23)))
+    assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
+    plain = Subset(Squares(), list(range(23)))  # has __getitems__ too, which would leave the items unseeded
+    assert (
+        steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist()
+        == steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 30])
+def test_evaluation_sees_each_sample_once_in_as_many_batches_on_every_rank(world_size: int) -> None:
+    ranks = [
+        list(
+            EvaluationLoader(
+                Squares(),
+                LoaderConfig(),
+                RankContext(rank=rank, world_size=world_size),
+                micro_batch_size=4,
+                name="test",
+            )
+        )
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert sorted(i for batches in ranks for m in batches if m.request.num_samples for i in m.request.indices) == list(
+        range(23)
+    )
+
+
+def test_what_cannot_be_shared_out_is_refused() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    with pytest.raises(ConfigError, match="IterableDataset is not supported"):
+        steps(0, 1, num_steps=1, dataset=Endless())
+    empty: Subset[Any] = Subset(Squares(), [])
+    with pytest.raises(ConfigError, match="validation data set is empty"):
+        EvaluationLoader(empty, LoaderConfig(), RankContext(), micro_batch_size=4, name="validation")
+
+
+def test_item_that_cannot_be_read_is_named() -> None:
+    class Broken(Squares):
+        def __getitem__(self, index: int) -> tuple[int, Tensor]:
+            raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file") as caught:
+        steps(0, 1, num_steps=1, dataset=Broken())
+    assert "while reading sample" in caught.value.__notes__[0]

@@ -1,0 +1,106 @@
+"""The same name again: a resumed run equals an uninterrupted one, to the bit, and what must not be continued is
+refused.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Project
+
+RANDOM = ("model.dropout=0.3", "data.noise=0.1")
+
+
+def assert_equal(first: Any, second: Any, path: str = "") -> int:
+    """Compare to the bit; returns how many tensors were compared."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), path
+        return 1
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        return sum(assert_equal(first[key], second[key], f"{path}.{key}") for key in first if key != "config")
+    if isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        return sum(assert_equal(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(first, second, strict=True)))
+    assert first == second, path
+    return 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) -> None:
+    words = (*RANDOM, f"device_ids={','.join(['cpu'] * num_ranks)}", "checkpoint.every_steps=5", "loader.num_workers=2")
+    project.run(*words)
+    project.rewind("run", 10, "resumed")  # in the middle of the second epoch
+    output = project.run(*words, "name=resumed")
+    assert "resuming after step 10" in output
+    assert project.lines("resumed") == project.lines("run")
+    assert project.lines("resumed", "validation") == project.lines("run", "validation")
+    first, second = project.checkpoint("run", 21), project.checkpoint("resumed", 21)
+    assert assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks  # weights, AdamW's state, random states
+    assert first["random_states"][0]["torch"].shape == second["random_states"][0]["torch"].shape
+
+
+def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(project: Project) -> None:
+    words = ("model.dtype=float64", "data.dtype=float64", "checkpoint.every_steps=5")
+    project.run(*words)
+    project.rewind("run", 5, "resumed")
+    project.run(*words, "name=resumed", "device_ids=cpu,cpu", "training.max_steps=12", "schedule.name=cosine", code=0)
+    project.run(*words, "name=resumed", "device_ids=cpu,cpu,cpu")
+    losses = [line["loss"] for line in project.lines("run")]
+    resumed = [line["loss"] for line in project.lines("resumed")]
+    assert resumed[:5] == losses[:5] and len(resumed) == len(losses)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_run_saves_and_goes_on(project: Project, number: signal.Signals, code: int) -> None:
+    words = ("device_ids=cpu,cpu", *RANDOM)
+    process = project.start(*words, "model.seconds_per_step=0.05")
+    metrics = project.directory("run") / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text(encoding="utf-8").count("\n") >= 3):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    step = project.lines("run")[-1]["step"]
+    assert 3 <= step < 21 and project.checkpoint("run", step)["step"] == step
+    assert project.json("run", "summary.json")["status"] == "stopped"
+    project.run(*words, "model.seconds_per_step=0.05")
+    project.run(*words, "name=undisturbed", "model.seconds_per_step=0.0")
+    assert project.lines("run") == project.lines("undisturbed")
+
+
+def test_rules_for_the_same_name_again(project: Project) -> None:
+    project.run()
+    before = (project.directory("run") / "metrics.jsonl").read_bytes()
+    assert "run run is complete: 21 steps" in project.run()
+    refusal = project.run("optimizer.learning_rate=1", "seed=7", code=2)
+    assert "optimizer.learning_rate: 0.01 -> 1.0" in refusal and "seed: 42 -> 7" in refusal and "name=" in refusal
+    assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
+    assert (project.directory("run") / "metrics.jsonl").read_bytes() == before
+    assert "training.epochs was 3, is 4" in project.run("training.epochs=4", "logging.every_steps=2")
+    assert project.json("run", "summary.json")["steps"] == 28
+    start = project.directory("run") / "checkpoints" / "step_00000014.pt"
+    project.run("name=branch", f"checkpoint.resume={start}", "optimizer.learning_rate=0.001")
+    assert [line["step"] for line in project.lines("branch")] == list(range(15, 22))
+
+
+def test_failure_of_one_rank_is_told_once_and_ends_all(project: Project) -> None:
+    started_at = time.monotonic()
+    output = project.run("device_ids=cpu,cpu", "model.fault=raise", code=1)
+    assert output.count("Traceback (most recent call last)") == 1
+    assert "rank 1 (" in output and "ArithmeticError: the fault that the test asked for" in output
+    assert "killed by SIGKILL" in project.run("name=killed", "device_ids=cpu,cpu", "model.fault=kill", code=1)
+    assert time.monotonic() - started_at < 60
+
+
+def test_signal_to_one_rank_stops_all_after_the_same_step(project: Project) -> None:
+    project.run("device_ids=cpu,cpu", "model.fault=terminate", "model.seconds_per_step=0.05", code=143)
+    step = project.lines("run")[-1]["step"]
+    assert step < 21 and project.checkpoint("run", step)["step"] == step

@@ -1,0 +1,68 @@
+"""Data for the tests: regression on fixed random numbers, with what the tests switch on."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+@dataclass
+class DataConfig:
+    num_samples: int = 103
+    num_validation: int = 37
+    dtype: str = "float32"
+    noise: float = 0.0
+    """Random augmentation of training items."""
+    whole_batches: bool = False
+    failing_index: int = -1
+    """Reading this sample raises."""
+    max_length: int = 0
+    """Above 0: a sample counts `length` (1 … max_length) in loss_weight()."""
+
+
+class Batch(NamedTuple):
+    inputs: Tensor
+    """(B, 6)"""
+    targets: Tensor
+    """(B, 2)"""
+    lengths: Tensor
+    """(B,)"""
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, config: DataConfig, num_samples: int, seed: int, noise: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, config.dtype)
+        self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(dtype)
+        self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
+        high = max(config.max_length, 1) + 1
+        self.lengths = torch.randint(1, high, (num_samples,), generator=generator).to(dtype)
+        self.noise, self.failing_index = noise, config.failing_index
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Batch:
+        if index == self.failing_index:
+            raise OSError(f"cannot read the file of sample {index} in process {os.getpid()}")
+        inputs = self.inputs[index]
+        if self.noise:
+            inputs = inputs + self.noise * torch.randn_like(inputs)
+        return Batch(inputs, self.targets[index], self.lengths[index])
+
+
+class WholeBatches(Numbers):
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return Batch(self.inputs[indices], self.targets[indices], self.lengths[indices])
+
+
+def build_datasets(config: DataConfig) -> tuple[Numbers, Numbers, Numbers]:
+    kind = WholeBatches if config.whole_batches else Numbers
+    return (
+        kind(config, config.num_samples, 1, config.noise),
+        kind(config, config.num_validation, 2, 0.0),
+        kind(config, 11, 3, 0.0),
+    )
