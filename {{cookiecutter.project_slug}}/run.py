@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from template_package.commands import parse_command_line, run_command
-from template_package.config import Config, load_config
-from template_package.launching.distributed import current_context
-from template_package.launching.launcher import find_devices, find_world_size, launch
-from template_package.training.logs import rank_logs
-from template_package.training.run_files import run_directory
-from template_package.training.trainer import Trainer
-from template_package.validation import ConfigError
+from template_package.launching.processes import warm_up
+
+if TYPE_CHECKING:
+    from template_package.config import Config
+
+CONFIG = Path(__file__).with_name("config.yaml")
+
+# Imports stand in the functions: the process that only starts the ranks need not load what they train with.
 
 
 def run_fn(rank: int, world_size: int, config: Config) -> None:
     """What each of world_size ranks does, its process group and device being set: train to the end of the run."""
+    from template_package.launching.distributed import current_context
+    from template_package.training.logs import rank_logs
+    from template_package.training.run_files import run_directory
+    from template_package.training.trainer import Trainer
+
     with rank_logs(run_directory(config), current_context()):
         Trainer(config, current_context(), run_directory(config)).fit()
 
 
 def main(arguments: list[str]) -> int:
     """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
+    from template_package.commands import parse_command_line, run_command
+    from template_package.config import load_config
+    from template_package.launching.launcher import find_devices, find_world_size, launch
+    from template_package.validation import ConfigError
+
     try:
-        line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
+        line = parse_command_line(arguments, default_config=CONFIG)
         config = load_config(line.config_path, line.overrides)
         if line.command != "train":
             return run_command(line.command, config)
@@ -45,4 +56,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    warm_up(sys.argv[1:], CONFIG)
     sys.exit(main(sys.argv[1:]))

@@ -91,8 +91,6 @@ def test_torchrun_gives_the_same_as_our_own_processes(project: Project) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     project.run("name=torchrun", "device_ids=cpu,cpu", command=torchrun)
     assert project.lines("torchrun") == project.lines("run")
-    refusal = project.run("name=other", "device_ids=cpu,cpu,cpu", command=torchrun, code=1)
-    assert "names 3 devices, but the launcher started 2 ranks" in refusal
 
 
 def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:

@@ -86,8 +86,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, devices: list[str]) -> int
 
     place = RankContext(world_size=len(devices), local_world_size=len(devices), **_origin(config, devices))
     environment = {
-        # An idle OpenMP thread spins: two ranks with all cores' threads each run 15 times slower than with their share.
-        "OMP_NUM_THREADS": str(_num_threads(len(devices))),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0"),
     }
     code, failure = run_processes(
@@ -167,6 +166,7 @@ def _origin(config: Config, devices: list[str]) -> dict[str, Any]:
 
 
 def _num_threads(num_local_ranks: int) -> int:
+    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     return max(1, num_usable_cores() // num_local_ranks)
 
 

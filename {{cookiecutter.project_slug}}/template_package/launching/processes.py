@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,6 +56,23 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
+def warm_up(words: Sequence[str], config_path: Path) -> None:
+    """Start the fork server, if these words and this config look like several ranks: it imports what is slow, once for
+    all of them, while this process reads the config. A wrong guess costs time alone.
+    """
+    if sys.platform != "linux" or "RANK" in os.environ:
+        return
+    # None of it may touch CUDA: a forked child could not use it. So nothing of yours is among them.
+    modules = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "omegaconf")
+    multiprocessing.set_forkserver_preload(list(modules))
+    text = config_path.read_text(encoding="utf-8", errors="replace") if config_path.is_file() else ""
+    text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
+    device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
+    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if device_ids and ("," in device_ids[-1] or (device_ids[-1].startswith("auto") and num_gpus > 1)):
+        forkserver.ensure_running()
+
+
 def run_processes(
     work: Callable[..., int],
     arguments: Sequence[tuple[Any, ...]],
@@ -64,16 +83,15 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """The exit code of `work(*arguments[i], report)` run in one process for each i, and the first failure.
 
-    environment: variables that all of them start with. ask_to_stop(signal number) is called on the first SIGINT or
+    environment: variables that all of them have. ask_to_stop(signal number) is called on the first SIGINT or
     SIGTERM and returns False if the ranks cannot stop by themselves yet; then, and on a second signal, they are
     killed.
     """
-    os.environ.update(environment)  # before the fork server starts: its children have the environment of its start
     context: Any = multiprocessing.get_context(_start_method(start_method))
     processes, reports = [], []
     for own_arguments in arguments:
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(work, own_arguments, sender))
+        process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
         process.start()
         sender.close()
         processes.append(process)
@@ -85,11 +103,7 @@ def run_processes(
 def _start_method(name: str) -> str:
     if name != "auto":
         return name
-    if sys.platform != "linux":
-        return "spawn"
-    # The server imports what is slow once for all ranks. None of it may touch CUDA: a forked child could not use it.
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torchmetrics", "omegaconf", "tqdm"])
-    return "forkserver"
+    return "forkserver" if sys.platform == "linux" else "spawn"
 
 
 def _supervise(
@@ -138,7 +152,10 @@ def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[F
     return sorted(failures, key=lambda failure: failure.time)
 
 
-def _main(work: Callable[..., int], arguments: tuple[Any, ...], report: Connection) -> NoReturn:
+def _main(
+    work: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], report: Connection
+) -> NoReturn:
+    os.environ.update(environment)
     die_with_parent()
     # The fork server, not the launching process, is the parent that the system knows.
     threading.Thread(target=_end_with_launcher, daemon=True).start()

@@ -4,13 +4,15 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanAbsoluteError, MetricCollection
 
 from .dataset import Batch
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
 
 
 @dataclass
@@ -57,9 +59,11 @@ def rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def build_metrics(config: ModelConfig) -> MetricCollection:
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    from torchmetrics import MeanAbsoluteError, MetricCollection
+
     return MetricCollection({"absolute_error": MeanAbsoluteError()})
 
 
-def update_metrics(metrics: MetricCollection, outputs: Tensor, batch: Batch) -> None:
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
     metrics.update(outputs, batch.targets)

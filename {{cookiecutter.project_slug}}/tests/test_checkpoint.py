@@ -1,0 +1,142 @@
+"""Checkpoint files: whole or not there, rotated but for the best, safe to load; and anyone's weights to start from."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from template_package.training.checkpoint import (
+    CheckpointFolder,
+    export_weights,
+    load_checkpoint,
+    load_initial_weights,
+    write_whole,
+)
+from template_package.training.random_state import get_random_states, seed_generators, set_random_states
+from template_package.validation import ConfigError
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"format_version": 1, "step": step, "model": {"weight": torch.full((2,), float(step))}}
+
+
+def test_last_and_best_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    for step in (1, 2, 3, 120):
+        folder.save(state(step))
+        if step == 2:
+            folder.save(state(step), is_best=True)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_00000003.pt", "step_00000120.pt"]
+    assert load_checkpoint(folder.best)["step"] == 2
+    latest = folder.latest()
+    assert latest is not None and load_checkpoint(latest)["step"] == 120
+    everything = CheckpointFolder(tmp_path / "all", keep_last=None)
+    for step in range(5):
+        everything.save(state(step))
+    assert len(everything.steps()) == 5
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    write_whole(path, lambda beside: torch.save(state(1), beside))
+
+    def fail(beside: Path) -> None:
+        beside.write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, fail)
+    assert load_checkpoint(path)["step"] == 1
+    assert CheckpointFolder(tmp_path, None).steps() == []
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"format_version": 1, "step": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match=r"evil\.pt cannot be read"):
+        load_checkpoint(tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match=r"evil\.pt cannot be read"):
+        load_initial_weights(nn.Linear(2, 1), tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists(), "the payload works"
+
+
+def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save({"format_version": 99}, tmp_path / "newer.pt")
+    (tmp_path / "empty.pt").touch()
+    for name, words in {
+        "newer.pt": "format_version 99",
+        "empty.pt": "cannot be read",
+        "none.pt": "does not exist",
+    }.items():
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_checkpoint(tmp_path / f"{name}.pt")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bare.pt", "wrapped.pth", "ours.bin", "prefixed.pt", "weights.safetensors"])
+def test_initial_weights_of_anyone(tmp_path: Path, name: str) -> None:
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    weights = source.state_dict()
+    contents: dict[str, Any] = {
+        "bare.pt": weights,
+        "wrapped.pth": {"epoch": 3, "state_dict": weights},
+        "ours.bin": {"model": weights, "optimizer": {}},
+        "prefixed.pt": {f"module._orig_mod.{key}": value for key, value in weights.items()},
+    }
+    if name in contents:
+        torch.save(contents[name], tmp_path / name)
+    else:
+        save_file(weights, tmp_path / name)
+    load_initial_weights(model, tmp_path / name)
+    assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
+
+
+def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2, 4), "extra": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(ConfigError) as caught:
+        load_initial_weights(nn.Linear(3, 2), tmp_path / "other.pt")
+    for words in ("missing: bias", "unexpected: extra", "misshapen: weight (2, 4) instead of (2, 3)"):
+        assert words in str(caught.value)
+
+
+def test_exported_weights_have_plain_names_and_tied_weights(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    export_weights(model, tmp_path / "model.safetensors")
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
+    import random
+
+    import numpy
+
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.rand(), numpy.random.randn(), torch.rand(()).item()]
+
+    seed_generators(3)
+    first = draw()
+    torch.save(get_random_states(torch.device("cpu")), tmp_path / "states.pt")
+    expected = draw()
+    seed_generators(3)
+    assert draw() == first
+    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True), torch.device("cpu"))
+    assert draw() == expected
