@@ -129,7 +129,7 @@ RULES: dict[str, Rule] = {
     "launch.min_free_memory_gib": _at_least(0),
     "launch.wait_minutes": _within(0, _YEAR_IN_MINUTES),
     "launch.timeout_minutes": _above_zero(_YEAR_IN_MINUTES),
-    "ddp.gradient_compression": _one_of("none", "fp16", "bf16", "powersgd"),
+    "ddp.gradient_compression": _one_of("none", "fp16", "bf16"),
     "loader.num_workers": _auto_or(_within(0, 256)),
     "loader.prefetch_factor": _within(1, 1000),
     "optimizer.name": _one_of("adamw", "sgd", "adam"),

@@ -81,11 +81,9 @@ def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save({"format_version": 99}, tmp_path / "newer.pt")
     (tmp_path / "empty.pt").touch()
-    for name, words in {
-        "newer.pt": "format_version 99",
-        "empty.pt": "cannot be read",
-        "none.pt": "does not exist",
-    }.items():
+    (tmp_path / "half.pt").write_bytes(b"half a file")
+    problems = {"newer": "format_version 99", "empty": "cannot be read", "half": "cannot be read", "none": "not exist"}
+    for name, words in problems.items():
         with pytest.raises(ConfigError, match=words) as caught:
             load_checkpoint(tmp_path / f"{name}.pt")
         assert "\n" not in str(caught.value)

@@ -24,7 +24,7 @@ from ..config import Config
 from ..validation import ConfigError
 from .devices import choose_devices, describe_devices
 from .distributed import RankContext, join_group, leave_group, set_context
-from .processes import STOPPED, Failure, num_usable_cores, process_started_at, run_processes
+from .processes import OUT_OF_MEMORY, STOPPED, Failure, num_usable_cores, process_started_at, run_processes
 
 RunFunction = Callable[[int, int, Config], None]
 Report = Callable[[Failure], None]
@@ -64,10 +64,17 @@ def launch(run_fn: RunFunction, config: Config, devices: list[str], world_size: 
     """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
     if _is_launched(os.environ):
         return _run_launched_rank(run_fn, config, devices, world_size)
-    if world_size == 1:
-        context = RankContext(device=torch.device(devices[0]), **_origin(config, devices))
-        return _run_rank(run_fn, config, context, partial(_print_failure, device=devices[0]))
-    return _start_ranks(run_fn, config, devices)
+    attempt = _run_here if world_size == 1 else _start_ranks
+    while (code := attempt(run_fn, config, devices)) == OUT_OF_MEMORY:
+        if config.checkpoint.resume == "never":  # that was said of what lay there before
+            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+        print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
+    return code
+
+
+def _run_here(run_fn: RunFunction, config: Config, devices: list[str]) -> int:
+    context = RankContext(device=torch.device(devices[0]), **_origin(config, devices))
+    return _run_rank(run_fn, config, context, partial(_print_failure, device=devices[0]))
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
@@ -99,7 +106,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, devices: list[str]) -> int
         environment=environment,
         ask_to_stop=ask_to_stop,
     )
-    if failure is not None:
+    if failure is not None and code != OUT_OF_MEMORY:
         _print_failure(failure, devices[failure.rank])
     return code
 

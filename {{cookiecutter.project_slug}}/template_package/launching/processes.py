@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
+OUT_OF_MEMORY = 75
+"""Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
 
 
 @dataclass(frozen=True)

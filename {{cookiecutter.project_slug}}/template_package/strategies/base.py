@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..config import TrainingConfig
 from ..launching.distributed import RankContext
+from .numerics import checkpoint_activations, resolve_precision, set_numerics
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -36,14 +37,21 @@ class Strategy:
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
+        set_numerics(config)
         self.precision = resolve_precision(config.precision, context.device)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
+        self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=context.device)
+        """Steps that the scaler has skipped, because their scaled gradients overflowed; counted on the device."""
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, then build the optimizer on what is there (none: for evaluation
         only).
         """
         self.module = model.to(self.context.device)
+        if self.config.activation_checkpointing:
+            checkpoint_activations(self.module)
+        if self.config.compile:
+            self.module.compile()  # in place: names stay plain
         self.model = self.wrap(self.module)
         if build_optimizer is not None:
             self.optimizer = build_optimizer(self.module)
@@ -63,10 +71,9 @@ class Strategy:
         """Around one forward and backward: only the last micro-batch of a step need share gradients."""
         return _NOTHING
 
-    def backward(self, loss: Tensor, weight: float) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add this micro-batch's gradients. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
-        if weight != 1.0:
-            loss = loss * weight
+        loss = weighted(loss, weight)
         if self.scaler.is_enabled():
             loss = self.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -77,12 +84,30 @@ class Strategy:
             self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
         norm = None if max_gradient_norm is None else clip_grad_norm_(self.module.parameters(), max_gradient_norm)
         if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self._step_scaled()
         else:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    @contextmanager
+    def allocated_state(self) -> Iterator[None]:
+        """In the body the optimizer's state takes its memory; weights may move by rounding, the caller keeps them."""
+        if self.optimizer.state:
+            yield
+            return
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        yield
+        self.optimizer.state.clear()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
@@ -122,11 +147,15 @@ class Strategy:
         """The tensors that must be equal on every rank, by name; empty where there is one, or each holds a part."""
         return {}
 
+    def _step_scaled(self) -> None:
+        # The scale falls exactly when a step was skipped; asking the scaler for it would wait for the device.
+        assert self.scaler._scale is not None, "backward has scaled a loss"
+        former = self.scaler._scale.clone()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.num_skipped_steps += self.scaler._scale < former
 
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` as fp32, bf16 or fp16: bf16 where the GPU computes it itself, fp16 on older ones, fp32 on CPU."""
-    if precision != "auto":
-        return precision
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """`loss * weight`, saved where the weight is known to be 1."""
+    return loss if isinstance(weight, float) and weight == 1.0 else loss * weight

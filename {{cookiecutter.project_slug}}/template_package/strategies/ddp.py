@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +28,13 @@ class DistributedDataParallelStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """The module in DDP, which copies rank 0's weights to all."""
-        return DistributedDataParallel(
+        if self.config.sync_batchnorm:
+            if self.context.device.type == "cpu":
+                raise ConfigError(
+                    "training.sync_batchnorm=true: torch has it on GPUs only. Set it to false on CPU ranks."
+                )
+            self.module = module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        model = DistributedDataParallel(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
             find_unused_parameters=self._options.find_unused_parameters,
@@ -35,6 +42,10 @@ class DistributedDataParallelStrategy(Strategy):
             gradient_as_bucket_view=True,  # no second copy of the gradients
             forward_sync_buffers=False,  # a broadcast per forward costs more than the step of a small model
         )
+        if self._options.gradient_compression != "none":
+            hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+            model.register_comm_hook(None, hooks[self._options.gradient_compression])
+        return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """no_sync() on all but the last micro-batch, whose backward averages the sum."""

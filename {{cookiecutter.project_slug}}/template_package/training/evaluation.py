@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import dataset as user_data
@@ -16,6 +15,7 @@ from ..launching.distributed import RankContext, all_reduce
 from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .loader import EvaluationLoader
+from .weighing import weight_of
 
 AUTO_MICRO_BATCH_SIZE = 256
 
@@ -34,7 +34,8 @@ class Evaluator:
             collate=getattr(user_data, "collate", None),
         )
         self._metrics = user_model.build_metrics(config.model).to(context.device)
-        self._device, self.num_samples = context.device, self._loader.num_samples
+        self._loss_weight = getattr(user_model, "loss_weight", None)
+        self._context, self.num_samples = context, self._loader.num_samples
 
     def check_metric(self, metric: str) -> None:
         """ConfigError if `evaluation.metric` is not among what evaluation will give."""
@@ -49,12 +50,13 @@ class Evaluator:
     def run(self, strategy: Strategy) -> dict[str, float]:
         """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it."""
         strategy.module.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)  # loss x weight, weight
+        totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
         for micro_batch in self._loader:
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
             if micro_batch.request.num_samples:
-                totals += _weighted(loss, float(micro_batch.request.num_samples))
+                weight = weight_of(micro_batch, self._loss_weight, self._context)
+                totals += torch.stack([loss.double() * weight, weight])
                 if len(self._metrics):
                     user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
         strategy.module.train()
@@ -69,8 +71,3 @@ class Evaluator:
             values = {name: float(value) for name, value in self._metrics.compute().items()}
         self._metrics.reset()
         return values
-
-
-def _weighted(loss: Tensor, weight: float) -> Tensor:
-    value = loss.detach().double()
-    return torch.stack([value * weight, torch.full_like(value, weight)])

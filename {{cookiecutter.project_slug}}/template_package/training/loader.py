@@ -74,6 +74,16 @@ class TrainLoader:
             if micro_batch.request.is_last:
                 return
 
+    def indices_of_step(self, step: int) -> list[int]:
+        """The samples of this rank's share of one step, counted from 1."""
+        epoch, place = divmod(step - 1, self.steps_per_epoch)
+        indices: list[int] = []
+        for request in self._requests(epoch, place * self.global_batch_size):
+            indices += request.indices
+            if request.is_last:
+                break
+        return indices
+
     def read_first(self, epoch: int, position: int) -> MicroBatch:
         """This rank's first micro-batch from there, for a rehearsal; what the steps will read is not touched."""
         request = next(self._requests(epoch, position))

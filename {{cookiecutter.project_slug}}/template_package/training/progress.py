@@ -28,6 +28,12 @@ class Progress:
     best_epoch: int = 0
     epochs_without_improvement: int = 0
 
+    def __str__(self) -> str:
+        return (
+            f"{self.step} steps, {self.epoch} epochs, best {self.best}. "
+            "Raise training.epochs to train on, or choose another name=… for a new run."
+        )
+
     def count_step(self) -> None:
         """One global batch more; the last of an epoch may be shorter."""
         self.step += 1

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy
 import torch
 
+from ..launching.distributed import RankContext
 from .fetching import mix
 
 
@@ -21,6 +22,14 @@ def seed_generators(seed: int) -> None:
 def seed_rank(seed: int, rank: int, step: int) -> None:
     """Give this rank generators of its own (dropout differs by rank), from `step` on."""
     seed_generators(mix(seed, -1 - rank, step))
+
+
+def restore_random_states(state: dict[str, Any] | None, seed: int, step: int, context: RankContext) -> None:
+    """Put back this rank's generators from a checkpoint; without one, or with one of other ranks, they begin anew."""
+    if state is not None and len(state["random_states"]) == context.world_size:
+        set_random_states(state["random_states"][context.rank], context.device)
+    else:
+        seed_rank(seed, context.rank, step)
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:

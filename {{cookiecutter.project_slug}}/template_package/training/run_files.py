@@ -73,6 +73,8 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
         "precision": strategy.precision,
         "peak_memory_mib": peaks,
     }
+    if strategy.precision == "fp16":
+        summary["skipped_steps"] = int(strategy.num_skipped_steps)
     checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
     path = checkpoints.best if checkpoints.best.exists() else checkpoints.latest()
     if path is not None:

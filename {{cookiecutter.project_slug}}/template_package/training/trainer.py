@@ -10,27 +10,32 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config, to_dict
-from ..launching.distributed import RankContext, all_reduce, gather_objects, pack, unpack
+from ..launching.distributed import RankContext, gather_objects, pack, unpack
 from ..strategies import create_strategy
+from ..strategies.base import weighted
 from .checkpoint import FORMAT_VERSION, CheckpointFolder, load_initial_weights
 from .evaluation import Evaluator
+from .figures import StepFigures
+from .finite import FiniteCheck
 from .loader import TrainLoader
 from .logs import get_logger
+from .memory import MemoryLimit
 from .optimization import build_optimizer, learning_rate, set_learning_rate
+from .profiling import StepProfiler
 from .progress import Progress, StepClock
-from .random_state import get_random_states, seed_generators, seed_rank, set_random_states
+from .random_state import get_random_states, restore_random_states, seed_generators
 from .rehearsal import rehearse
 from .replicas import check_replicas
 from .resuming import find_state
 from .run_files import describe_end, describe_start
 from .stopping import StopRequest
 from .tracking import Tracking
+from .weighing import weigh
 
 
 class Trainer:
@@ -58,8 +63,10 @@ class Trainer:
         )
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
-        self.epoch_loss = torch.zeros((), device=context.device)  # summed over this start's steps of the epoch
-        self.epoch_steps = 0
+        self.loss_weight = getattr(user_model, "loss_weight", None)
+        steps = config.logging.profile_steps
+        self.profiler = None if steps is None else StepProfiler(steps, directory, context)
+        self.figures = StepFigures(context, self.loader)
 
         model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
@@ -80,20 +87,26 @@ class Trainer:
         self.resume()
         progress = self.progress
         if self.is_complete:
-            get_logger().info(
-                f"run {self.config.name} is complete: {progress.step} steps, {progress.epoch} epochs, best "
-                f"{progress.best}. Raise training.epochs to train on, or choose another name=… for a new run."
-            )
+            get_logger().info("run %s is complete: %s", self.config.name, progress)
             return
         where = self.directory, self.config.logging, to_dict(self.config), self.context.is_main
         self.tracking = Tracking(*where, resumed_step=progress.step, total_steps=self.total_steps)
         describe_start(self.directory, self.config, self.context)
+        memory = MemoryLimit(self.directory, self.context, self.loader)
+        if self.config.training.micro_batch_size == "auto":
+            memory.fit(self.strategy, progress.epoch, progress.position)
         rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
         self.loader.start(progress.epoch, progress.position)
+        self.finite = FiniteCheck(self.context, self.loader, self.directory)
         stop = StopRequest(self.context)
         self.clock.start(progress.num_samples_seen)
-        while not self.is_complete and stop.allows(progress.step + 1):
-            self.after_step(*self.train_step())
+        if self.profiler is not None:
+            self.profiler.toggle(progress.step)
+        try:
+            while not self.is_complete and stop.allows(progress.step + 1):
+                self.after_step(*self.train_step())
+        except RuntimeError as error:
+            memory.shrink(error)
         with self.clock.paused():
             if not self.is_complete:
                 self.save()
@@ -107,16 +120,17 @@ class Trainer:
         """One optimizer step. Returns this rank's part of the loss (the parts' mean over ranks is the global batch's
         mean loss) and, if gradients are clipped, their norm. Both stay on the device: nothing here waits for it.
         """
-        strategy, config = self.strategy, self.config
-        rate = learning_rate(config.schedule, config.optimizer.learning_rate, self.progress.step + 1, self.total_steps)
+        strategy, config, step = self.strategy, self.config, self.progress.step + 1
+        rate = learning_rate(config.schedule, config.optimizer.learning_rate, step, self.total_steps)
         set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
         step_loss: Tensor | None = None
-        for batch, request in self.loader.next_step():
+        for (batch, request), weight in weigh(self.loader.next_step(), self.loss_weight, self.context):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, _ = user_model.compute_loss(strategy.model, batch)
-                strategy.backward(loss, request.weight)
-            part = loss.detach() * request.weight
+                self.finite.look(loss, step)
+                strategy.backward(loss, weight)
+            part = weighted(loss.detach(), weight)
             step_loss = part if step_loss is None else step_loss + part
         assert step_loss is not None, "the loader hands out at least one micro-batch a step"
         return step_loss, strategy.optimizer_step(config.training.max_gradient_norm)
@@ -125,9 +139,11 @@ class Trainer:
         """Count the step, then log, evaluate and save where they are due."""
         config, progress = self.config, self.progress
         progress.count_step()
-        self.epoch_loss += step_loss
-        self.epoch_steps += 1
-        if self.clock.end_first_step():
+        self.figures.add(step_loss)
+        if self.profiler is not None:
+            self.profiler.toggle(progress.step)
+        every = config.training.check_replicas_every_steps
+        if self.clock.end_first_step() or (every and progress.step % every == 0):
             check_replicas(self.strategy.replicas(), progress.step, self.context.device)
         if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
             self.log(step_loss, gradient_norm)
@@ -141,8 +157,8 @@ class Trainer:
     def log(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
         progress = self.progress
-        parts = torch.stack([step_loss, self.epoch_loss.to(step_loss.dtype)]).double()
-        global_loss, epoch_loss = (all_reduce(parts) / self.context.world_size).tolist()
+        self.finite.raise_if_found()
+        global_loss, epoch_loss = self.figures.read(step_loss)
         record: dict[str, float | int | str] = {
             "split": "train",
             "step": progress.step,
@@ -155,30 +171,25 @@ class Trainer:
             record["gradient_norm"] = gradient_norm.item()
         self.tracking.record(record)
         if progress.is_epoch_end:
-            self.tracking.end_epoch(
-                progress.epoch, self.loader.mean_over_epoch(epoch_loss, self.epoch_steps, global_loss)
-            )
-            self.epoch_loss.zero_()
-            self.epoch_steps = 0
+            self.tracking.end_epoch(progress.epoch, epoch_loss)
+            self.figures.begin_epoch()
 
     def evaluate(self) -> None:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
+            self.finite.raise_if_found()
             self.strategy.synchronize_buffers()
             values = self.evaluator.run(self.strategy)
-            counts: dict[str, float | int | str] = {
-                "split": "validation",
-                "step": progress.step,
-                "epoch": progress.current_epoch,
-            }
-            self.tracking.record({**counts, **values, "num_samples": self.evaluator.num_samples})
+            place = {"step": progress.step, "epoch": progress.current_epoch}
+            self.tracking.record({"split": "validation", **place, **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config):
                 self.save(is_best=True)
 
     def save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
+            self.finite.raise_if_found()
             state = {
                 "format_version": FORMAT_VERSION,
                 **self.strategy.state_dict(),
@@ -192,17 +203,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
-        rank, device = self.context.rank, self.context.device
         state = find_state(self.config, self.checkpoints)
-        if state is None:
-            seed_rank(self.config.seed, rank, step=0)
-            return
-        self.strategy.load_state_dict(state)
-        self.progress.load_state_dict(state)
-        if len(state["random_states"]) == self.context.world_size:
-            set_random_states(state["random_states"][rank], device)
-        else:  # other ranks than before: their generators begin anew, the samples go on
-            seed_rank(self.config.seed, rank, self.progress.step)
+        if state is not None:
+            self.strategy.load_state_dict(state)
+            self.progress.load_state_dict(state)
+        restore_random_states(state, self.config.seed, self.progress.step, self.context)
 
     def finish(self) -> None:
         """End the loader's workers and the tracker; write the summary and the best weights."""

@@ -1,0 +1,44 @@
+"""Stops a run whose loss is no number any more, before a checkpoint holds what came of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..launching.distributed import RankContext
+from .loader import TrainLoader
+from .run_files import write_json
+
+
+class FiniteCheck:
+    """Looks at each micro-batch's loss: at once on CPU; on a GPU a flag stays there until `raise_if_found`."""
+
+    def __init__(self, context: RankContext, loader: TrainLoader, directory: Path) -> None:
+        self._context, self._loader, self._directory = context, loader, directory
+        self._is_cpu = context.device.type == "cpu"
+        self._first_step = torch.full((), sys.maxsize, device=context.device)
+
+    def look(self, loss: Tensor, step: int) -> None:
+        """Called between forward and backward: a rank that ends here leaves the others without its gradients."""
+        if not self._is_cpu:
+            self._first_step = torch.where(loss.isfinite(), self._first_step, self._first_step.clamp(max=step))
+        elif not math.isfinite(loss):
+            self._fail(step)
+
+    def raise_if_found(self) -> None:
+        """RuntimeError if a loss was not finite; called where the run waits for the device anyway."""
+        if not self._is_cpu and (step := int(self._first_step)) != sys.maxsize:
+            self._fail(step)
+
+    def _fail(self, step: int) -> None:
+        path = self._directory / f"non_finite_rank_{self._context.rank}.json"
+        indices = self._loader.indices_of_step(step)
+        write_json(path, {"step": step, "rank": self._context.rank, "indices": indices})
+        raise RuntimeError(
+            f"the loss of step {step} is not finite. {path} lists this rank's {len(indices)} samples of that step. "
+            "Look at them, lower optimizer.learning_rate, set training.max_gradient_norm=1 or training.precision=fp32."
+        )

@@ -1,0 +1,82 @@
+"""micro_batch_size: auto. Finds the largest micro-batch that fits, before step 1 and after memory has run out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .. import model as user_model
+from ..launching.distributed import RankContext
+from ..launching.processes import OUT_OF_MEMORY
+from ..strategies.base import Strategy
+from .fetching import MicroBatch
+from .loader import TrainLoader
+from .logs import get_logger
+from .random_state import get_random_states, set_random_states
+
+
+class MemoryLimit:
+    """This rank's largest micro-batch: runs/<name>/micro_batch_size_rank_<r>.txt, once memory has run out."""
+
+    def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
+        self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
+        self._context, self._loader = context, loader
+        if self._path.exists():
+            limit = int(self._path.read_text(encoding="utf-8"))
+            loader.micro_batch_size = min(loader.micro_batch_size, limit)
+
+    def fit(self, strategy: Strategy, epoch: int, position: int) -> None:
+        """Halve the loader's micro-batch size until forward and backward fit, the optimizer's state being allocated.
+
+        Nothing is communicated, so ranks may end with different sizes. Weights, buffers, optimizer and random states
+        are as before afterwards.
+        """
+        random_states = get_random_states(self._context.device)
+        kept = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
+        with strategy.allocated_state():
+            while not self._fits(strategy, self._loader.read_first(epoch, position)):
+                self._halve()
+        strategy.module.load_state_dict(kept)
+        set_random_states(random_states, self._context.device)
+
+    def shrink(self, error: BaseException) -> None:
+        """After memory ran out in a step: write half the size down, end this attempt. Raises what cannot be mended."""
+        if not is_out_of_memory(error) or self._loader.micro_batch_size == 1:
+            raise error
+        self._halve()
+        self._path.write_text(str(self._loader.micro_batch_size), encoding="utf-8")
+        raise SystemExit(OUT_OF_MEMORY) from error
+
+    def _halve(self) -> None:
+        former = self._loader.micro_batch_size
+        if former == 1:
+            raise torch.OutOfMemoryError("training.micro_batch_size=1 does not fit: use a smaller model or samples")
+        self._loader.micro_batch_size = -(-former // 2)
+        get_logger().warning(
+            "rank %d: out of memory with micro-batches of %d samples, trying %d",
+            self._context.rank,
+            former,
+            self._loader.micro_batch_size,
+        )
+
+    def _fits(self, strategy: Strategy, micro_batch: MicroBatch) -> bool:
+        try:
+            with strategy.accumulate(is_last_micro_batch=False):
+                with strategy.autocast():
+                    loss, _ = user_model.compute_loss(strategy.model, micro_batch.batch)
+                strategy.backward(loss, 0.0)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            strategy.optimizer.zero_grad()
+            if self._context.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory, or on CPU the allocator's, was too small."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

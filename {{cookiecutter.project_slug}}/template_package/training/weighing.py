@@ -1,0 +1,38 @@
+"""What a micro-batch's loss weighs when it is no mean over samples: model.py's loss_weight(batch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launching.distributed import RankContext, all_reduce
+from .fetching import MicroBatch
+
+LossWeight = Callable[[Any], Tensor | float]
+
+
+def weigh(
+    micro_batches: Iterable[MicroBatch], loss_weight: LossWeight | None, context: RankContext
+) -> Iterator[tuple[MicroBatch, float | Tensor]]:
+    """Each micro-batch of a step with its weight: its part of the global batch's, times world_size.
+
+    With loss_weight, a step's micro-batches are all read before the first runs, and the ranks add up their weights.
+    """
+    if loss_weight is None:
+        for micro_batch in micro_batches:
+            yield micro_batch, micro_batch.request.weight
+        return
+    held = list(micro_batches)
+    weights = torch.stack([weight_of(micro_batch, loss_weight, context) for micro_batch in held])
+    total = all_reduce(weights.sum())
+    yield from zip(held, weights * (context.world_size / total), strict=True)
+
+
+def weight_of(micro_batch: MicroBatch, loss_weight: LossWeight | None, context: RankContext) -> Tensor:
+    """What this micro-batch's mean loss weighs: 0-dim float64; 0 for one that only keeps the ranks in step."""
+    request = micro_batch.request
+    weight = loss_weight(micro_batch.batch) if loss_weight and request.num_samples else request.num_samples
+    return torch.as_tensor(weight, dtype=torch.float64, device=context.device)
