@@ -26,7 +26,7 @@ class FiniteCheck:
         """Called between forward and backward: a rank that ends here leaves the others without its gradients."""
         if not self._is_cpu:
             self._first_step = torch.where(loss.isfinite(), self._first_step, self._first_step.clamp(max=step))
-        elif not math.isfinite(loss):
+        elif not math.isfinite(loss.item()):
             self._fail(step)
 
     def raise_if_found(self) -> None:
