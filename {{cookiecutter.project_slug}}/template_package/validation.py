@@ -211,5 +211,9 @@ def _relations(config: Any) -> Iterator[tuple[str, bool, str]]:
     is_possible = config.training.early_stopping_epochs is None or has_evaluation
     yield "training.early_stopping_epochs", is_possible, "needs evaluations. Set evaluation.every_epochs=1."
 
+    is_possible = not config.ddp.static_graph or config.training.micro_batch_size != "auto"
+    rule = "torch's static graph allows no trial run, which training.micro_batch_size=auto makes."
+    yield "ddp.static_graph", is_possible, f"{rule} Set training.micro_batch_size to a number."
+
     is_possible = config.checkpoint.initial_weights is None or config.checkpoint.resume in ("auto", "never")
     yield "checkpoint.initial_weights", is_possible, "checkpoint.resume=PATH brings weights too. Set only one of them."

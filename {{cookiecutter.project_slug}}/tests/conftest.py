@@ -38,12 +38,14 @@ class Project:
 
     folder: Path
 
-    def start(self, *words: str, command: list[str] | None = None, **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, command: list[str] | None = None, script: str = "run.py", **variables: str
+    ) -> subprocess.Popen[str]:
         """Start `python run.py …` (or another command in front of run.py)."""
         hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
         environment = {key: value for key, value in os.environ.items() if key not in hidden} | variables
         return subprocess.Popen(
-            [*(command or [sys.executable]), "run.py", *words],
+            [*(command or [sys.executable]), script, *words],
             cwd=self.folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -53,9 +55,9 @@ class Project:
             encoding="utf-8",
         )
 
-    def run(self, *words: str, code: int = 0, command: list[str] | None = None, **variables: str) -> str:
+    def run(self, *words: str, code: int = 0, command: list[str] | None = None, script: str = "run.py") -> str:
         """What the command prints on stdout and stderr; it must end with exit code `code`."""
-        process = self.start(*words, command=command, **variables)
+        process = self.start(*words, command=command, script=script)
         try:
             output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -64,6 +66,17 @@ class Project:
             pytest.fail(f"{words} did not end\n{output}\n{errors}")
         assert process.returncode == code, f"{words}: exit code {process.returncode}\n{output}\n{errors}"
         return output + errors
+
+    def run_many(self, cases: dict[str, list[str]]) -> None:
+        """Train under several names, one after the other in the same ranks."""
+        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="many_runs.py")
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        """Change a file of the package."""
+        path = self.folder / PACKAGE / file
+        text = path.read_text(encoding="utf-8")
+        assert old in text
+        path.write_text(text.replace(old, new), encoding="utf-8")
 
     def directory(self, name: str) -> Path:
         """runs/<name>"""
@@ -107,7 +120,7 @@ def template_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "run.py", folder)
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for path in WORKLOAD.glob("*.py"):
-        shutil.copy(path, folder / PACKAGE)
+        shutil.copy(path, folder / PACKAGE if path.name in ("model.py", "dataset.py") else folder)
     (folder / "config.yaml").write_text(SETTINGS, encoding="utf-8")
     return folder
 

@@ -19,8 +19,10 @@ class DataConfig:
     whole_batches: bool = False
     failing_index: int = -1
     """Reading this sample raises."""
-    max_length: int = 0
-    """Above 0: a sample counts `length` (1 … max_length) in loss_weight()."""
+    nan_index: int = -1
+    """This training sample holds a NaN."""
+    max_length: int = 1
+    """Lengths of samples are drawn from 1 to this."""
 
 
 class Batch(NamedTuple):
@@ -38,8 +40,10 @@ class Numbers(Dataset[Any]):
         dtype = getattr(torch, config.dtype)
         self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(dtype)
         self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
-        high = max(config.max_length, 1) + 1
+        high = config.max_length + 1
         self.lengths = torch.randint(1, high, (num_samples,), generator=generator).to(dtype)
+        if seed == 1 and config.nan_index >= 0:
+            self.inputs[config.nan_index, 2] = torch.nan
         self.noise, self.failing_index = noise, config.failing_index
 
     def __len__(self) -> int:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
+    is_weighted: bool = False
+    """The loss is a mean over the samples' lengths, not over samples."""
     has_unused_parameter: bool = False
     fault: str = "none"
-    """What compute_loss does wrong, see there."""
+    """What goes wrong on fault_rank at fault_step, see compute_loss."""
     fault_rank: int = 1
     fault_step: int = 3
     seconds_per_step: float = 0.0
@@ -40,19 +42,42 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     module: Any = getattr(model, "module", model)
+    config = module.config
     if module.training:
         module.num_calls += 1
-        time.sleep(module.config.seconds_per_step)
-    is_here = rank() == module.config.fault_rank
-    if is_here and module.training and module.num_calls == module.config.fault_step + 1:  # the first is the rehearsal
-        if module.config.fault == "raise":
-            raise ArithmeticError("the fault that the test asked for")
-        if module.config.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if module.config.fault == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
-    outputs = module(batch.inputs) if module.config.fault == "bypass" else model(batch.inputs)
-    return (outputs - batch.targets).square().mean(), outputs
+        time.sleep(config.seconds_per_step)
+    outputs = module(batch.inputs) if config.fault == "bypass" else model(batch.inputs)
+    errors = (outputs - batch.targets).square().mean(1)
+    loss = (errors * batch.lengths).sum() / batch.lengths.sum() if config.is_weighted else errors.mean()
+    if module.training and rank() == config.fault_rank:
+        is_late = module.num_calls > config.fault_step + 1  # the first calls are rehearsals
+        if config.fault.startswith("memory") and len(outputs) > 2 and (is_late or config.fault == "memory_probe"):
+            outputs.register_hook(run_out_of_memory)  # in backward, where most memory is needed
+        elif module.num_calls == config.fault_step + 2:
+            FAULTS.get(config.fault, lambda _: None)(module)
+    return loss, outputs
+
+
+def run_out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("the fault that the test asked for")
+
+
+def fail(_: nn.Module) -> None:
+    raise ArithmeticError("the fault that the test asked for")
+
+
+def flip_lowest_bit(module: nn.Module) -> None:
+    """Of the 7th element of the third parameter."""
+    parameter = list(module.parameters())[2]
+    parameter.data.flatten().view(torch.int32)[6] ^= 1
+
+
+FAULTS: dict[str, Any] = {
+    "raise": fail,
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
+    "flip": flip_lowest_bit,
+}
 
 
 def rank() -> int:

@@ -1,0 +1,183 @@
+"""Each switch does what it says: a test fails if it did nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from template_package.config import TrainingConfig
+from template_package.launching.distributed import RankContext
+from template_package.strategies.base import Strategy
+from template_package.strategies.numerics import resolve_precision
+from template_package.validation import ConfigError
+
+from conftest import Project
+
+
+class Block(nn.Linear):
+    """A layer that counts how often it runs."""
+
+    num_calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        return torch.tanh(super().forward(inputs))
+
+
+class Blocks(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList([Block(4, 4), Block(4, 4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+def prepared(model: nn.Module, **options: Any) -> Strategy:
+    strategy = Strategy(replace(TrainingConfig(), **options), RankContext())
+    strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    return strategy
+
+
+def backward(strategy: Strategy, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(0)
+    with strategy.autocast():
+        outputs: Tensor = strategy.model(torch.randn(8, 4))
+    strategy.backward(outputs.float().square().mean() * scale, 1.0)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)]
+)
+def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtype) -> None:
+    strategy = prepared(nn.Linear(4, 4), precision=precision)
+    assert backward(strategy).dtype == dtype
+    assert strategy.module.weight.dtype == torch.float32
+    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+
+
+def test_fp16_clips_the_true_gradients_and_counts_skipped_steps() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    strategy = prepared(model, precision="fp16")
+    backward(strategy, scale=1000.0)
+    norm = strategy.optimizer_step(max_gradient_norm=0.01)
+    torch.manual_seed(1)
+    plain = prepared(nn.Linear(4, 4), precision="bf16")
+    backward(plain, scale=1000.0)
+    assert norm is not None
+    true_norm = torch.cat([p.grad.flatten() for p in plain.module.parameters() if p.grad is not None]).norm()
+    if strategy.num_skipped_steps == 0:
+        assert norm.item() == pytest.approx(true_norm.item(), rel=0.05)
+    before = model.weight.detach().clone()
+    backward(strategy, scale=float("inf"))
+    strategy.optimizer_step(max_gradient_norm=None)
+    assert strategy.num_skipped_steps >= 1 and torch.equal(model.weight, before)
+
+
+def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    plain, again = Blocks(), Blocks()
+    again.load_state_dict(plain.state_dict())
+    backward(prepared(plain))
+    strategy = prepared(again, activation_checkpointing=True)
+    backward(strategy)
+    assert [block.num_calls for block in plain.blocks] == [1, 1] and [block.num_calls for block in again.blocks] == [
+        2,
+        2,
+    ]
+    for first, second in zip(plain.parameters(), again.parameters(), strict=True):
+        assert first.grad is not None and second.grad is not None and torch.equal(first.grad, second.grad)
+    assert strategy.state_dict()["model"].keys() == plain.state_dict().keys()
+    with pytest.raises(ConfigError, match="has no nn"):
+        prepared(nn.Linear(4, 4), activation_checkpointing=True)
+
+
+@pytest.mark.slow
+def test_compile_compiles_and_keeps_names() -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    strategy = prepared(plain, compile=True)
+    names = list(strategy.state_dict()["model"])
+    assert plain._compiled_call_impl is not None and not any("_orig_mod" in name for name in names)
+
+
+def test_numerics_reach_torch() -> None:
+    former = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    try:
+        prepared(nn.Linear(4, 4), tf32=False, deterministic=True)
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        prepared(nn.Linear(4, 4))
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_float32_matmul_precision(former[0])
+        torch.backends.cudnn.benchmark = former[1]
+
+
+def test_flipped_bit_is_named(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.fault=flip", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
+    output = project.run(*words, "training.check_replicas_every_steps=2", code=1)
+    assert "'3.weight' differs between ranks" in output and "after step 4" in output
+    assert output.count("Traceback") == 1
+
+
+def test_sample_that_is_no_number_stops_all_ranks_and_is_listed(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "data.nan_index=17", "checkpoint.every_steps=1", code=1)
+    assert "is not finite" in output and output.count("Traceback") == 1
+    (path,) = project.directory("run").glob("non_finite_rank_*.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert 17 in found["indices"] and len(found["indices"]) in (3, 4, 8)
+    # Rank 0 may have been a step behind; nothing that was saved is poisoned.
+    for checkpoint in (project.directory("run") / "checkpoints").glob("*.pt"):
+        state = torch.load(checkpoint, weights_only=True)
+        assert state["step"] < found["step"] and all(weight.isfinite().all() for weight in state["model"].values())
+
+
+def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
+    words = ["device_ids=cpu,cpu", "optimizer.learning_rate=0", "training.early_stopping_epochs=2", "training.epochs=9"]
+    project.run(*words)
+    summary = project.json("run", "summary.json")
+    assert (summary["status"], summary["epochs"]) == ("complete", 3)
+    assert "is complete" in project.run(*words)
+
+
+def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(project: Project) -> None:
+    fixed = ["device_ids=cpu,cpu", "training.epochs=1"]
+    cases = {
+        "plain": fixed,
+        "fp16": [*fixed, "ddp.gradient_compression=fp16", "logging.profile_steps=[2,3]"],
+        "static": [*fixed, "ddp.static_graph=true", "training.micro_batch_size=8"],
+    }
+    project.run_many(cases)
+    plain, fp16, static = ([line["loss"] for line in project.lines(name)] for name in cases)
+    assert fp16 != plain and fp16 == pytest.approx(plain, rel=1e-2)
+    assert static == pytest.approx(plain, rel=1e-6)
+    for rank in (0, 1):
+        trace = json.loads((project.directory("fp16") / "profile" / f"rank_{rank}.json").read_text(encoding="utf-8"))
+        assert any("Linear" in event["name"] or "addmm" in event["name"] for event in trace["traceEvents"])
+
+
+def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
+    own = (
+        "def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:\n"
+        "    first, *rest = model.parameters()\n"
+        "    groups = [{'params': [first], 'lr': 0.5 * config.learning_rate}, {'params': rest}]\n"
+        "    return torch.optim.RMSprop(groups, lr=config.learning_rate)\n\n\n"
+    )
+    project.edit("model.py", "def rank()", own + "def rank()")
+    project.run("training.epochs=1", "schedule.name=constant")
+    state = project.checkpoint("run", 7)["optimizer"]
+    assert [group["lr"] for group in state["param_groups"]] == [0.005, 0.01]
+    assert "square_avg" in state["state"]["0.weight"]
