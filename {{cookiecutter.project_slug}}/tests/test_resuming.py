@@ -34,7 +34,7 @@ def assert_equal(first: Any, second: Any, path: str = "") -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) -> None:
-    words = (*RANDOM, f"device_ids={','.join(['cpu'] * num_ranks)}", "checkpoint.every_steps=5", "loader.num_workers=2")
+    words = [*RANDOM, f"device_ids={','.join(['cpu'] * num_ranks)}", "checkpoint.every_steps=5", "loader.num_workers=2"]
     project.run(*words)
     project.rewind("run", 10, "resumed")  # in the middle of the second epoch
     output = project.run(*words, "name=resumed")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from conftest import PACKAGE, Project
+from conftest import Project
 
 
 def test_smoke_passes_and_leaves_nothing(project: Project) -> None:
     # A tensor that model.to(device) would leave behind is named.
-    model = project.folder / PACKAGE / "model.py"
-    text = model.read_text(encoding="utf-8")
-    text = text.replace("    model.config, ", "    model.scale = torch.ones(2)\n    model.config, ")
-    model.write_text(text, encoding="utf-8")
+    project.edit("model.py", "    model.config, ", "    model.scale = torch.ones(2)\n    model.config, ")
     before = sorted(path.name for path in project.folder.iterdir())
     output = project.run("smoke")
     assert output.splitlines()[-1].startswith("smoke test: PASSED (2 gloo ranks on CPU trained, saved step 2")
@@ -20,9 +17,7 @@ def test_smoke_passes_and_leaves_nothing(project: Project) -> None:
 
 
 def test_smoke_fails_when_resume_is_broken(project: Project) -> None:
-    trainer = project.folder / PACKAGE / "training" / "trainer.py"
-    text = trainer.read_text(encoding="utf-8")
-    trainer.write_text(text.replace("if state is None:", "if True:"), encoding="utf-8")
+    project.edit("training/trainer.py", "if state is not None:", "if False:")
     output = project.run("smoke", code=1)
     assert "smoke test: FAILED" in output and "trained steps that were done already" in output
     assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]
