@@ -7,19 +7,19 @@ PROJECT := {{cookiecutter.project_slug}}
 READY := .venv/.ready
 BAKE = DDP_TEMPLATE_PYTHON="$(BIN)/python" "$(BIN)/cookiecutter" . --default-config
 
-# The template must stay free of caches: cookiecutter would render them into each new project.
+# No caches in the template: cookiecutter copies all that lies there.
 export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-fast test-project test-template lint format clean tidy
+.PHONY: help demo bake test test-fast test-project test-template lint format clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) tidy  ## generate a project, smoke-test it, train it on two CPU ranks and show the accuracy (about 2 minutes)
+demo: $(READY)  ## generate a project, smoke-test it, train it on two CPU ranks and show the accuracy (about 2 minutes)
 	rm -rf build/demo
 	DDP_TEMPLATE_STRICT=1 $(BAKE) --no-input -o build/demo
 	cd build/demo/ddp-experiment && "$(BIN)/python" run.py device_ids=cpu,cpu
@@ -27,7 +27,7 @@ demo: $(READY) tidy  ## generate a project, smoke-test it, train it on two CPU r
 	best = json.load(open("runs/baseline/summary.json"))["best"]; \
 	print("\nvalidation accuracy {accuracy:.2%} (step {step}); the project is build/demo/ddp-experiment".format(**best))'
 
-bake: $(READY) tidy  ## answer the questions and generate a project in build/
+bake: $(READY)  ## answer the questions and generate a project in build/
 	$(BAKE) -o build
 
 test: lint test-project test-template  ## run every check and every test (under 10 minutes once installed)
@@ -53,9 +53,6 @@ format: $(READY)  ## put all files into the style that lint checks
 
 clean:  ## remove all that make made
 	rm -rf .venv .cache build
-
-tidy:
-	@find "$(PROJECT)" \( -name __pycache__ -o -name '.*_cache' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 $(READY): constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found; name one: make PYTHON=/path/to/python3" >&2; exit 1; }

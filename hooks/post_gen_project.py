@@ -57,6 +57,9 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     if answers["license"] != "none":
         (project / "template_only" / "licenses" / answers["license"]).rename(project / "LICENSE")
     shutil.rmtree(project / "template_only")
+    for pattern in ("__pycache__", ".*_cache"):  # what tools have left in a local copy of the template
+        for folder in list(project.rglob(pattern)):
+            shutil.rmtree(folder, ignore_errors=True)
     rename_package(project, answers["package_name"])
 
 

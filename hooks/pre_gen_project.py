@@ -14,6 +14,7 @@ import shlex
 import sys
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 
 RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
@@ -118,6 +119,8 @@ def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> s
 def main() -> int:
     answers = json.loads(RAW)
     problems = find_problems(answers)
+    if any(path.name != ".git" for path in Path.cwd().iterdir()):  # cookiecutter -f would write over the user's work
+        problems["project_slug"] = f"{Path.cwd()} holds files. Choose another folder; `cruft update` updates a project."
     if not problems:
         return 0
     print("These answers would give a broken project:", file=sys.stderr)

@@ -27,10 +27,11 @@ def export_template(destination: Path) -> Path:
     return destination
 
 
-def bake(template: Path, output_dir: Path, **answers: str) -> Path:
+def bake(template: Path, output_dir: Path, overwrite: bool = False, /, **answers: str) -> Path:
     """The folder of a new project, made without a smoke test."""
     context = {"smoke_test": "skip", **answers}
-    return Path(cookiecutter(str(template), no_input=True, output_dir=str(output_dir), extra_context=context))
+    options = {"no_input": True, "overwrite_if_exists": overwrite, "extra_context": context}
+    return Path(cookiecutter(str(template), output_dir=str(output_dir), **options))
 
 
 def cookiecutter_command(template: Path, output_dir: Path, answers: Mapping[str, str], python: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cookiecutter.exceptions import FailedHookException
 
-from baking import bake, run_cookiecutter
+from baking import bake, files_of, run_cookiecutter
 from pre_gen_project import find_problems, suggest_package, suggest_slug
 
 GOOD = {
@@ -78,6 +78,22 @@ def test_refused_answers_leave_nothing(template: Path, tmp_path: Path, answers: 
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     if "/" not in answers.get("project_slug", ""):  # cookiecutter itself makes the parents, before any hook
         assert list(output_dir.iterdir()) == []
+
+
+def test_folder_that_holds_files_is_not_overwritten(template: Path, tmp_path: Path) -> None:
+    project = bake(template, tmp_path, package_name="net")
+    (project / "net" / "model.py").write_text("# years of work\n", encoding="utf-8")
+    (project / "examples").mkdir()
+    (project / "examples" / "mine.py").touch()
+    before = files_of(project)
+    with pytest.raises(FailedHookException):
+        bake(template, tmp_path, True, package_name="net")
+    assert files_of(project) == before
+
+
+def test_folder_that_holds_only_git_is_filled(template: Path, tmp_path: Path) -> None:
+    (tmp_path / "ddp-experiment" / ".git").mkdir(parents=True)
+    assert (bake(template, tmp_path, True) / "run.py").is_file()
 
 
 def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(template: Path, tmp_path: Path) -> None:

@@ -160,6 +160,16 @@ def test_ctrl_c_ends_all_processes(template: Path, tmp_path: Path, stub_python: 
     assert not (tmp_path / "out" / NAME / ".smoke").exists()
 
 
+def test_closed_terminal_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
+    command = cookiecutter_command(template, tmp_path / "out", {}, sys.executable)
+    environment = plain_environment(named(stub_python(HANGING)))
+    child = pexpect.spawn(command[0], command[1:], env=environment, encoding="utf-8", timeout=60)
+    child.expect_exact("step 1")
+    child.close(force=True)
+    assert_ended_within(8, mark)
+    assert (tmp_path / "out" / NAME / "run.py").is_file()
+
+
 # ---- with real training
 
 

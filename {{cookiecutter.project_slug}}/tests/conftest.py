@@ -71,6 +71,13 @@ class Project:
         """Train under several names, one after the other in the same ranks."""
         self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="many_runs.py")
 
+    def session(self, *commands: list[str], codes: list[int]) -> list[str]:
+        """What several commands on one rank print, run one after the other in one process."""
+        lines = self.run(json.dumps(commands), script="session.py").splitlines()
+        results = [json.loads(line) for line in lines if line.startswith("[")]
+        assert [code for code, _ in results] == codes, results
+        return [printed for _, printed in results]
+
     def edit(self, file: str, old: str, new: str) -> None:
         """Change a file of the package."""
         path = self.folder / PACKAGE / file

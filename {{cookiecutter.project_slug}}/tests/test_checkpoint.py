@@ -19,7 +19,11 @@ from template_package.training.checkpoint import (
     load_initial_weights,
     write_whole,
 )
-from template_package.training.random_state import get_random_states, seed_generators, set_random_states
+from template_package.training.random_state import (
+    get_random_states,
+    seed_generators,
+    set_random_states,
+)
 from template_package.validation import ConfigError
 
 

@@ -97,19 +97,28 @@ def wait_for_lines(project: Project, process: subprocess.Popen[str], more: int) 
 
 
 def test_rules_for_the_same_name_again(project: Project) -> None:
-    project.run()
+    again, changed, never = project.session(
+        [],
+        [],
+        ["optimizer.learning_rate=1", "seed=7"],
+        ["checkpoint.resume=never"],
+        codes=[0, 0, 2, 2],
+    )[1:]
+    assert "run run is complete: 21 steps" in again
+    assert "optimizer.learning_rate: 0.01 -> 1.0" in changed and "seed: 42 -> 7" in changed and "name=" in changed
+    assert "checkpoint.resume=never" in never
     before = project.lines("run")
-    assert "run run is complete: 21 steps" in project.run()
-    refusal = project.run("optimizer.learning_rate=1", "seed=7", code=2)
-    assert "optimizer.learning_rate: 0.01 -> 1.0" in refusal and "seed: 42 -> 7" in refusal and "name=" in refusal
-    assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
-    (project.directory("run") / "checkpoints" / "step_00000021.pt").write_bytes(b"half a file")
-    assert "cannot be read" in project.run("checkpoint.every_epochs=null")  # goes on from step 14
-    assert project.lines("run") == before
-    assert "training.epochs was 3, is 4" in project.run("training.epochs=4", "logging.every_steps=2")
-    assert project.json("run", "summary.json")["steps"] == 28
-    start = project.directory("run") / "checkpoints" / "step_00000014.pt"
-    project.run("name=branch", f"checkpoint.resume={start}", "optimizer.learning_rate=0.001")
+    checkpoints = project.directory("run") / "checkpoints"
+    (checkpoints / "step_00000021.pt").write_bytes(b"half a file")
+    damaged, longer, _ = project.session(
+        [],  # goes on from step 14
+        ["training.epochs=4", "logging.every_steps=2"],
+        ["name=branch", f"checkpoint.resume={checkpoints / 'step_00000014.pt'}", "optimizer.learning_rate=0.001"],
+        codes=[0, 0, 0],
+    )
+    assert "step_00000021.pt cannot be read" in damaged and "resuming after step 14" in damaged
+    assert project.lines("run")[:21] == before
+    assert "training.epochs was 3, is 4" in longer and project.json("run", "summary.json")["steps"] == 28
     assert [line["step"] for line in project.lines("branch")] == list(range(15, 22))
 
 
