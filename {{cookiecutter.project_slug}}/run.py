@@ -51,10 +51,11 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":
-    warm_up(sys.argv[1:], CONFIG)
-    sys.exit(main(sys.argv[1:]))
+    try:
+        warm_up(sys.argv[1:], CONFIG)
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

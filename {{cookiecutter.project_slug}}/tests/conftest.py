@@ -53,6 +53,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            start_new_session=True,
         )
 
     def run(self, *words: str, code: int = 0, command: list[str] | None = None, script: str = "run.py") -> str:

@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -59,11 +60,14 @@ def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(projec
 
 
 def test_stopped_run_saves_and_goes_on(project: Project) -> None:
-    words = ("device_ids=cpu,cpu", *RANDOM)
+    words = ("device_ids=cpu,cpu", *RANDOM, "loader.num_workers=1")
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         process = project.start(*words, "model.seconds_per_step=0.05")
         wait_for_lines(project, process, 3)
-        process.send_signal(number)
+        if number == signal.SIGTERM:  # as a scheduler sends it: to every process of the group
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == code, errors
         step = project.lines("run")[-1]["step"]

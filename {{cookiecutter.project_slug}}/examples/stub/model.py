@@ -58,7 +58,11 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """What evaluation reports beside the loss: nothing. REPLACE {} by metrics of torchmetrics, each with a name."""
+    """What evaluation reports beside the loss: nothing. REPLACE {} by metrics of torchmetrics, each with a name.
+
+    For a classifier: {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
+    `evaluation.metric: accuracy` and `evaluation.mode: max`.
+    """
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
 
     return MetricCollection({})

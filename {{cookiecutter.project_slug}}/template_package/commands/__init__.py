@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,7 +14,11 @@ from typing import NamedTuple
 from ..config import Config
 from ..validation import ConfigError
 
-USAGE = "usage: python run.py [{commands}] [--config PATH] [key=value ...]    (keys: see config.yaml)"
+USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
+
+Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
+  python run.py device_ids=0,2 training.epochs=3 name=first
+  python run.py evaluate evaluation.split=test"""
 
 
 class CommandLine(NamedTuple):
@@ -46,7 +51,7 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             config_path = Path(word.removeprefix("--config="))
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
-        elif command is None and not overrides and "=" not in word and not word.startswith("-"):
+        elif command is None and not overrides and not re.search(r"[=.]|^-", word):
             if word not in commands:
                 close = get_close_matches(word, commands, n=1)
                 remedy = f"Did you mean {close[0]}?" if close else "A value is set by key=value."
@@ -54,8 +59,6 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             command = word
         else:
             overrides.append(word)
-            if word.startswith("--") and "=" not in word and rest and "=" not in rest[0]:
-                overrides[-1] = f"{word} {rest.pop(0)}"
     return CommandLine(command or "train", config_path, overrides)
 
 

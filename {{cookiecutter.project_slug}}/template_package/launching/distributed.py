@@ -75,8 +75,9 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
     if context.store is None:  # one rank
         return
     if backend == "auto":
-        # gloo beside NCCL carries objects (random states, checkpoints) without a detour through GPU memory.
-        backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+        backend = "nccl" if context.device.type == "cuda" else "gloo"
+    if backend == "nccl":  # gloo beside it carries objects, without a detour through GPU memory
+        backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", context.store),

@@ -29,6 +29,9 @@ from .processes import OUT_OF_MEMORY, STOPPED, Failure, num_usable_cores, proces
 RunFunction = Callable[[int, int, Config], None]
 Report = Callable[[Failure], None]
 
+MAX_TEXT = 15_000
+"""Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
+
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -66,8 +69,7 @@ def launch(run_fn: RunFunction, config: Config, devices: list[str], world_size: 
         return _run_launched_rank(run_fn, config, devices, world_size)
     attempt = _run_here if world_size == 1 else _start_ranks
     while (code := attempt(run_fn, config, devices)) == OUT_OF_MEMORY:
-        if config.checkpoint.resume == "never":  # that was said of what lay there before
-            config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+        config = _go_on(config)
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
     return code
 
@@ -94,6 +96,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, devices: list[str]) -> int
     place = RankContext(world_size=len(devices), local_world_size=len(devices), **_origin(config, devices))
     environment = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        **({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO"} if config.launch.debug else {}),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0"),
     }
     code, failure = run_processes(
@@ -124,6 +127,8 @@ def _run_launched_rank(run_fn: RunFunction, config: Config, devices: list[str], 
     )
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        config = _go_on(config)
     context = RankContext(
         rank=rank,
         world_size=world_size,
@@ -154,17 +159,25 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, report:
         join_group(context, config.launch.backend, timedelta(minutes=config.launch.timeout_minutes))
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
-        report(Failure(context.rank, 2, str(error), time.time()))
+        report(Failure(context.rank, 2, str(error)[:MAX_TEXT], time.time()))
         return 2
     except KeyboardInterrupt:
         return STOPPED[0]
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
-        report(Failure(context.rank, 1, traceback.format_exc(), time.time()))
+        report(Failure(context.rank, 1, traceback.format_exc()[-MAX_TEXT:], time.time()))
         return 1
-    leave_group()
+    if code in (0, *STOPPED):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
+        leave_group()
     return code
+
+
+def _go_on(config: Config) -> Config:
+    """For another attempt at the same run: resume=never was said of what lay there before the first."""
+    if config.checkpoint.resume != "never":
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
 def _origin(config: Config, devices: list[str]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any, NoReturn
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a run to stop. A lost terminal (SIGHUP) counts as SIGTERM."""
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
 
@@ -72,7 +75,19 @@ def warm_up(words: Sequence[str], config_path: Path) -> None:
     device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if device_ids and ("," in device_ids[-1] or (device_ids[-1].startswith("auto") and num_gpus > 1)):
-        forkserver.ensure_running()
+        with _signals_held_back():
+            forkserver.ensure_running()
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Processes started in the body begin with these signals blocked: a fork server would otherwise die of them."""
+    resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
 def run_processes(
@@ -94,7 +109,8 @@ def run_processes(
     for own_arguments in arguments:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
-        process.start()
+        with _signals_held_back():
+            process.start()
         sender.close()
         processes.append(process)
         reports.append(receiver)
@@ -114,7 +130,9 @@ def _supervise(
     is_asked = False
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(process.exitcode not in (None, 0, *STOPPED) for process in processes) or len(signals.received) > 1:
+        if any(process.exitcode not in (None, 0, *STOPPED) for process in processes):
+            break
+        if signals.received.count(signal.SIGINT) > 1:
             break
         if signals.received and not is_asked:
             is_asked = True
@@ -158,10 +176,12 @@ def _main(
     work: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], report: Connection
 ) -> NoReturn:
     os.environ.update(environment)
+    for number in ENDINGS:  # they reach the whole group: the launching process, or later StopRequest, decides
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     die_with_parent()
     # The fork server, not the launching process, is the parent that the system knows.
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the launching process decides
     code = work(*arguments, report.send)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -176,11 +196,12 @@ def _end_with_launcher() -> None:
 
 
 class _Signals:
-    """Collects SIGINT and SIGTERM while the ranks run; the handlers before it are put back."""
+    """Collects SIGINT and SIGTERM (a lost terminal counts as one) while the ranks run; then puts the handlers back."""
 
     def __enter__(self) -> _Signals:
         self.received: list[int] = []
-        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        wanted = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,4 +209,4 @@ class _Signals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: object) -> None:
-        self.received.append(number)
+        self.received.append(signal.SIGTERM if number == signal.SIGHUP else number)

@@ -122,8 +122,11 @@ class Strategy:
         """Take over what state_dict() gave, under any strategy; all ranks call it with the same whole state."""
         self.module.load_state_dict(state["model"])
         if state["optimizer"]:
-            options = StateDictOptions(full_state_dict=True)
+            options = StateDictOptions(full_state_dict=True, strict=False)
             set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
+            for name, parameter in self.module.named_parameters():
+                if name not in state["optimizer"]["state"]:  # it never had a gradient: the function made one up
+                    self.optimizer.state.pop(parameter, None)
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
@@ -143,7 +146,7 @@ class Strategy:
     def check_gradients(self) -> None:
         """After a backward: ConfigError if the strategy cannot do with parameters that got no gradient."""
 
-    def replicas(self) -> dict[str, Tensor]:
+    def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
         """The tensors that must be equal on every rank, by name; empty where there is one, or each holds a part."""
         return {}
 

@@ -66,10 +66,10 @@ class DistributedDataParallelStrategy(Strategy):
                 "ddp.find_unused_parameters=true."
             )
 
-    def replicas(self) -> dict[str, Tensor]:
-        """Parameters and buffers, without BatchNorm's running statistics: each rank's own until they are
-        synchronised.
-        """
+    def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
+        """Parameters, and buffers but for BatchNorm's statistics: each rank's own until they are synchronised."""
+        if not with_buffers:
+            return dict(self.module.named_parameters())
         own = {
             f"{name}.{key}".removeprefix(".")
             for name, module in self.module.named_modules()

@@ -46,7 +46,9 @@ class CheckpointFolder:
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         write_whole(path, lambda beside: torch.save(state, beside))
         if self._keep_last is not None and not is_best:
-            for old in self.steps()[: -self._keep_last]:
+            # A later one is what could not be read at the last start: no reason to drop what is written now.
+            own = [path for path in self.steps() if int(path.stem[5:]) <= state["step"]]
+            for old in own[: -self._keep_last]:
                 old.unlink()
 
 
@@ -54,7 +56,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, flush it to the disk, and give it the name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
-    write(beside)
+    try:
+        write(beside)
+    except BaseException:
+        beside.unlink(missing_ok=True)  # a full disk would stay full
+        raise
     with beside.open("rb") as file:
         os.fsync(file.fileno())
     beside.replace(path)  # rename is atomic
@@ -85,9 +91,25 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     """
     weights = _read_weights(path)
     for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # compile and DDP, nested either way
-        consume_prefix_in_state_dict_if_present(weights, prefix)
+        if not weights.keys() & model.state_dict().keys():
+            consume_prefix_in_state_dict_if_present(weights, prefix)
+    _fill_tied(weights, model)
     check_weights(model, weights, f"checkpoint.initial_weights={path}")
     model.load_state_dict(weights)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _fill_tied(weights: dict[str, Tensor], model: nn.Module) -> None:
+    """safetensors holds a tensor that has two names once: give it the other name too."""
+    places = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in weights}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in weights and id(tensor) in places:
+            weights[name] = weights[places[id(tensor)]]
 
 
 def check_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
@@ -105,13 +127,14 @@ def check_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> 
     if any(problems.values()):
         listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
         raise ConfigError(
-            f"{source}: does not fit the model: {listed}. Change model.* (or model.py), or name another file."
+            f"{source}: does not fit the model: {listed}. Change model.* or model.py, or choose another file or name=…"
         )
 
 
 def export_weights(model: nn.Module, path: Path) -> None:
     """Write the model's weights as safetensors, with plain names; tied weights once."""
     write_whole(path, lambda beside: save_model(model, str(beside)))
+    path.chmod(0o666 & ~_umask())  # safetensors keeps its files to their owner; colleagues may read the others
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import signal
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -115,6 +117,8 @@ def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -
 
 def _start_worker(_worker_id: int) -> None:
     die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group: the rank decides, and saves first
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 
@@ -136,25 +140,29 @@ def _wait_for_copy(micro_batch: MicroBatch, copied: torch.cuda.Event) -> MicroBa
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     # The tensors were allocated on the copy stream: tell the allocator that this one reads them too.
-    _map_tensors(micro_batch.batch, lambda tensor: tensor.record_stream(stream))
+    _map_tensors(micro_batch.batch, lambda tensor: tensor.record_stream(stream), "record_stream")
     return micro_batch
 
 
 def move(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with every tensor of its batch (in tuples, lists and dicts, at any depth) on `device`."""
-    return micro_batch._replace(batch=_map_tensors(micro_batch.batch, lambda t: t.to(device, non_blocking=True)))
+    """The micro-batch with every tensor of its batch on `device`: in tuples, lists, mappings, and what has `.to()`."""
+    return micro_batch._replace(batch=_map_tensors(micro_batch.batch, lambda t: t.to(device, non_blocking=True), "to"))
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+def _map_tensors(value: Any, function: Callable[[Any], Any], method: str) -> Any:
+    """`function` of every tensor, and of every other object that has `method` (graphs, ragged batches)."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, function, method) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # NamedTuple
-        return type(value)(*(_map_tensors(item, function) for item in value))
+        return type(value)(*(_map_tensors(item, function, method) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function) for item in value)
-    return value
+        return type(value)(_map_tensors(item, function, method) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: _map_tensors(getattr(value, field.name), function, method) for field in fields(value)}
+        return replace(value, **own)
+    return function(value) if hasattr(value, method) else value
 
 
 def _hands_out_batches(dataset: Any) -> bool:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..launching.distributed import RankContext
 from .loader import TrainLoader
@@ -29,6 +29,12 @@ class FiniteCheck:
         elif not math.isfinite(loss.item()):
             self._fail(step)
 
+    def check_weights(self, module: nn.Module, step: int) -> None:
+        """RuntimeError if a weight is no number: a finite loss may have had a gradient that was none."""
+        norms = torch.stack(torch._foreach_norm([p.detach().float() for p in module.parameters()]))
+        if not norms.isfinite().all():
+            self._fail(step)
+
     def raise_if_found(self) -> None:
         """RuntimeError if a loss was not finite; called where the run waits for the device anyway."""
         if not self._is_cpu and (step := int(self._first_step)) != sys.maxsize:
@@ -39,6 +45,6 @@ class FiniteCheck:
         indices = self._loader.indices_of_step(step)
         write_json(path, {"step": step, "rank": self._context.rank, "indices": indices})
         raise RuntimeError(
-            f"the loss of step {step} is not finite. {path} lists this rank's {len(indices)} samples of that step. "
-            "Look at them, lower optimizer.learning_rate, set training.max_gradient_norm=1 or training.precision=fp32."
+            f"the loss of step {step}, or its gradient, is not finite. {path} lists this rank's {len(indices)} "
+            "samples. Look at them, lower optimizer.learning_rate, or set training.max_gradient_norm=1."
         )

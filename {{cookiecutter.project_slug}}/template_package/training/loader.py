@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
-from .fetching import Collate, Fetcher, MicroBatch, Request, mix, move, read_batches
+from .fetching import Collate, Fetcher, MicroBatch, Request, mix, read_batches
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
@@ -87,7 +87,9 @@ class TrainLoader:
     def read_first(self, epoch: int, position: int) -> MicroBatch:
         """This rank's first micro-batch from there, for a rehearsal; what the steps will read is not touched."""
         request = next(self._requests(epoch, position))
-        return move(self._fetcher[request], self._context.device)
+        # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
+        (micro_batch,) = read_batches(self._fetcher, [request], self._config, self._context)
+        return micro_batch
 
     def mean_over_epoch(self, sum_of_losses: float, num_steps: int, last_loss: float) -> float:
         """The mean over the samples of an epoch's last `num_steps` steps, of which the last may have been shorter."""
@@ -108,11 +110,13 @@ class TrainLoader:
                 size = len(global_batch)
                 first, last = split_evenly(size, world_size, self._context.rank)
                 share = global_batch[first:last].tolist()
-                # A rank without samples runs one with weight 0, so that every rank meets the same collectives.
-                pieces = cut(share, self.micro_batch_size) if share else [global_batch[:1].tolist()]
+                # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank
+                # without samples for a piece runs one with weight 0.
+                largest_share = -(-size // world_size)
+                pieces = cut(share, self.micro_batch_size, num_pieces=-(-largest_share // self.micro_batch_size))
                 for number, piece in enumerate(pieces, start=1):
-                    weight = len(piece) * world_size / size if share else 0.0
-                    yield Request(epoch, piece, len(piece) if share else 0, weight, number == len(pieces))
+                    indices, weight = piece or global_batch[:1].tolist(), len(piece) * world_size / size
+                    yield Request(epoch, indices, len(piece), weight, number == len(pieces))
             epoch, position = epoch + 1, 0
 
 

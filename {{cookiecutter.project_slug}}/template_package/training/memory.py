@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,15 +35,25 @@ class MemoryLimit:
         are as before afterwards.
         """
         random_states = get_random_states(self._context.device)
-        kept = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
+        tensors = [*strategy.module.parameters(), *strategy.module.buffers()]
+        kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # not on the device, which is measured here
         with strategy.allocated_state():
             while not self._fits(strategy, self._loader.read_first(epoch, position)):
                 self._halve()
-        strategy.module.load_state_dict(kept)
+        with torch.no_grad():
+            for tensor, former in zip(tensors, kept, strict=True):
+                tensor.copy_(former)
         set_random_states(random_states, self._context.device)
 
-    def shrink(self, error: BaseException) -> None:
-        """After memory ran out in a step: write half the size down, end this attempt. Raises what cannot be mended."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """If memory runs out in the body, write half the size down, end this attempt; the launcher makes another."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._shrink(error)
+
+    def _shrink(self, error: RuntimeError) -> None:
         if not is_out_of_memory(error) or self._loader.micro_batch_size == 1:
             raise error
         self._halve()
@@ -79,4 +91,5 @@ class MemoryLimit:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device's memory, or on CPU the allocator's, was too small."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

@@ -26,10 +26,9 @@ def seed_rank(seed: int, rank: int, step: int) -> None:
 
 def restore_random_states(state: dict[str, Any] | None, seed: int, step: int, context: RankContext) -> None:
     """Put back this rank's generators from a checkpoint; without one, or with one of other ranks, they begin anew."""
+    seed_rank(seed, context.rank, step)  # first, also for a GPU's generator that a checkpoint from CPUs lacks
     if state is not None and len(state["random_states"]) == context.world_size:
         set_random_states(state["random_states"][context.rank], context.device)
-    else:
-        seed_rank(seed, context.rank, step)
 
 
 def get_random_states(device: torch.device) -> dict[str, Any]:

@@ -22,6 +22,16 @@ def find_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] 
     return state
 
 
+def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
+    """Say from where the run goes on, and what a new length does to the schedule."""
+    get_logger().info("resuming after step %d of %d", state["step"], total_steps)
+    for key in ("epochs", "max_steps"):
+        former, now = state["config"]["training"][key], getattr(config.training, key)
+        if former != now:
+            words = "training.%s was %s, is %s: the learning rate follows the schedule of the new length from here on"
+            get_logger().info(words, key, former, now)
+
+
 def check_same_values(stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], what: str) -> None:
     """ConfigError if two plain configs differ in one of the (dotted) keys or below it."""
     if lines := differing_keys({key: _pick(stored, key) for key in keys}, {key: _pick(present, key) for key in keys}):
@@ -46,8 +56,12 @@ def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str 
 def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:
     resume = config.checkpoint.resume
     paths = checkpoints.steps()
+    if not paths and resume in ("auto", "never"):
+        return None
     if not paths:
-        return None if resume in ("auto", "never") else _announce(load_checkpoint(Path(resume)), Path(resume), config)
+        state = load_checkpoint(Path(resume))
+        check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint.resume={resume}")
+        return state
     if resume == "never":
         raise ConfigError(
             f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "
@@ -60,17 +74,13 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
             get_logger().warning("%s The one before it is tried.", error)
             continue
         check_same_values(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
-        return _announce(state, path, config)
+        if resume not in ("auto", state["config"]["checkpoint"]["resume"]):
+            raise ConfigError(
+                f"checkpoint.resume={resume}: {checkpoints.folder} holds checkpoints of a run that began otherwise. "
+                "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
+            )
+        return state
     raise ConfigError(f"{checkpoints.folder}: none of its {len(paths)} checkpoints can be read. Choose another name=….")
-
-
-def _announce(state: dict[str, Any], path: Path, config: Config) -> dict[str, Any]:
-    get_logger().info("resuming after step %d from %s", state["step"], path)
-    for key in ("epochs", "max_steps"):
-        former, now = state["config"]["training"][key], getattr(config.training, key)
-        if former != now:
-            get_logger().info("training.%s was %s, is %s: the schedule now spans the new length", key, former, now)
-    return state
 
 
 def _pick(config: dict[str, Any], dotted: str) -> Any:

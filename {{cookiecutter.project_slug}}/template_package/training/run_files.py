@@ -40,7 +40,7 @@ def describe_start(directory: Path, config: Config, context: RankContext) -> Non
     devices = gather_objects(_device_name(context.device))
     if not context.is_main:
         return
-    get_logger().info("%s: %d rank(s) on %s", directory, context.world_size, "; ".join(devices or []))
+    get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(devices or []))
     for note in context.device_notes:
         get_logger().info("%s", note)
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)

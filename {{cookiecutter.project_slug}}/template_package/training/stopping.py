@@ -13,6 +13,7 @@ import threading
 from types import FrameType
 
 from ..launching.distributed import RankContext
+from ..launching.processes import ENDINGS
 
 POLL_SECONDS = 0.2
 
@@ -25,13 +26,12 @@ class StopRequest:
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        self._previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, self._receive)}
-        if (
-            context.world_size == 1 or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-        ):  # ignored: the parent decides
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
+        # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
+        wanted = [n for n in ENDINGS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         if context.store is not None:
-            self._store = context.store.clone()  # type: ignore[attr-defined]  # a connection of its own: one waiting for an answer blocks the other
+            # A connection of its own: one that waits for an answer would hold up the other.
+            self._store = context.store.clone()  # type: ignore[attr-defined]
             self._store.set("stop/ready", "1")
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -50,6 +50,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        number = signal.SIGTERM if number == signal.SIGHUP else number  # a lost terminal
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self._received = number

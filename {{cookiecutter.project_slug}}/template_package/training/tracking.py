@@ -214,5 +214,7 @@ def _figures(values: Mapping[str, Value]) -> str:
     words = {
         key: f"{value:.4g}" for key, value in values.items() if key not in NOT_SHOWN and not isinstance(value, str)
     }
-    speed = words.pop("samples_per_second", None)
-    return ", ".join([f"{key} {word}" for key, word in words.items()] + ([f"{speed} samples/s"] if speed else []))
+    words.pop("samples_per_second", None)
+    speed = values.get("samples_per_second")
+    shown = [f"{key} {word}" for key, word in words.items()]
+    return ", ".join(shown + ([f"{speed:.0f} samples/s"] if isinstance(speed, float) else []))

@@ -1,12 +1,11 @@
 """The training loop: fit, train_step, evaluate, save, resume.
 
 Which samples a rank sees is loader.py's, what differs between strategies is strategies/'s, and each promise that takes
-intricate code (stopping together, equal replicas, exact resume) has a file of its own that this one calls.
+intricate code (stopping together, equal replicas, memory, exact resume) has a file of its own that this one calls.
 """
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from ..config import Config, to_dict
 from ..launching.distributed import RankContext, gather_objects, pack, unpack
 from ..strategies import create_strategy
 from ..strategies.base import weighted
-from .checkpoint import FORMAT_VERSION, CheckpointFolder, load_initial_weights
+from .checkpoint import FORMAT_VERSION, CheckpointFolder, check_weights, load_initial_weights
 from .evaluation import Evaluator
 from .figures import StepFigures
 from .finite import FiniteCheck
@@ -31,11 +30,13 @@ from .progress import Progress, StepClock
 from .random_state import get_random_states, restore_random_states, seed_generators
 from .rehearsal import rehearse
 from .replicas import check_replicas
-from .resuming import find_state
+from .resuming import announce, find_state
 from .run_files import describe_end, describe_start
 from .stopping import StopRequest
 from .tracking import Tracking
 from .weighing import weigh
+
+COMPLETE = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
 
 
 class Trainer:
@@ -58,14 +59,12 @@ class Trainer:
         self.evaluator = Evaluator(validation_data, "validation", config, context)
         self.evaluator.check_metric(config.evaluation.metric)
         self.progress = Progress(self.loader.num_samples, config.training.global_batch_size)
-        self.total_steps = min(
-            config.training.epochs * self.loader.steps_per_epoch, config.training.max_steps or sys.maxsize
-        )
+        all_steps = config.training.epochs * self.loader.steps_per_epoch
+        self.total_steps = min(all_steps, config.training.max_steps or all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
         self.loss_weight = getattr(user_model, "loss_weight", None)
-        steps = config.logging.profile_steps
-        self.profiler = None if steps is None else StepProfiler(steps, directory, context)
+        self.profiler = StepProfiler(config.logging.profile_steps, directory, context)
         self.figures = StepFigures(context, self.loader)
 
         model = user_model.build_model(config.model)
@@ -85,35 +84,35 @@ class Trainer:
     def fit(self) -> None:
         """Train from where the run stands to its end; SystemExit(128 + signal number) after a request to stop."""
         self.resume()
+        self.strategy.module.train()  # a pretrained model comes in evaluation mode
         progress = self.progress
         if self.is_complete:
-            get_logger().info("run %s is complete: %s", self.config.name, progress)
-            return
+            return get_logger().info("run %s is complete: %s. %s", self.config.name, progress.describe(), COMPLETE)
         where = self.directory, self.config.logging, to_dict(self.config), self.context.is_main
         self.tracking = Tracking(*where, resumed_step=progress.step, total_steps=self.total_steps)
         describe_start(self.directory, self.config, self.context)
         memory = MemoryLimit(self.directory, self.context, self.loader)
         if self.config.training.micro_batch_size == "auto":
             memory.fit(self.strategy, progress.epoch, progress.position)
-        rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
+        with memory.watched():
+            rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
         self.loader.start(progress.epoch, progress.position)
         self.finite = FiniteCheck(self.context, self.loader, self.directory)
         stop = StopRequest(self.context)
         self.clock.start(progress.num_samples_seen)
-        if self.profiler is not None:
-            self.profiler.toggle(progress.step)
+        self.profiler.toggle(progress.step)
         try:
             while not self.is_complete and stop.allows(progress.step + 1):
-                self.after_step(*self.train_step())
-        except RuntimeError as error:
-            memory.shrink(error)
-        with self.clock.paused():
-            if not self.is_complete:
-                self.save()
-            self.finish()
+                with memory.watched():
+                    figures = self.train_step()
+                self.after_step(*figures)
+            with self.clock.paused():
+                if not self.is_complete:
+                    self.save()
+                self.finish()
+        finally:
             stop.close()
-        if not self.is_complete:
-            assert stop.signal_number is not None
+        if not self.is_complete and stop.signal_number is not None:
             raise SystemExit(128 + stop.signal_number)
 
     def train_step(self) -> tuple[Tensor, Tensor | None]:
@@ -140,11 +139,10 @@ class Trainer:
         config, progress = self.config, self.progress
         progress.count_step()
         self.figures.add(step_loss)
-        if self.profiler is not None:
-            self.profiler.toggle(progress.step)
+        self.profiler.toggle(progress.step)
         every = config.training.check_replicas_every_steps
         if self.clock.end_first_step() or (every and progress.step % every == 0):
-            check_replicas(self.strategy.replicas(), progress.step, self.context.device)
+            check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
         if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
             self.log(step_loss, gradient_norm)
         is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
@@ -156,13 +154,11 @@ class Trainer:
 
     def log(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
-        progress = self.progress
         self.finite.raise_if_found()
+        progress = self.progress
         global_loss, epoch_loss = self.figures.read(step_loss)
-        record: dict[str, float | int | str] = {
-            "split": "train",
-            "step": progress.step,
-            "epoch": progress.current_epoch,
+        record = {
+            **progress.place("train"),
             "loss": global_loss,
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
@@ -181,8 +177,7 @@ class Trainer:
             self.finite.raise_if_found()
             self.strategy.synchronize_buffers()
             values = self.evaluator.run(self.strategy)
-            place = {"step": progress.step, "epoch": progress.current_epoch}
-            self.tracking.record({"split": "validation", **place, **values, "num_samples": self.evaluator.num_samples})
+            self.tracking.record({**progress.place("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config):
                 self.save(is_best=True)
 
@@ -190,6 +185,7 @@ class Trainer:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
             self.finite.raise_if_found()
+            self.finite.check_weights(self.strategy.module, self.progress.step)
             state = {
                 "format_version": FORMAT_VERSION,
                 **self.strategy.state_dict(),
@@ -205,16 +201,20 @@ class Trainer:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
         state = find_state(self.config, self.checkpoints)
         if state is not None:
+            check_weights(self.strategy.module, state["model"], f"name={self.config.name}")
             self.strategy.load_state_dict(state)
             self.progress.load_state_dict(state)
+            if not self.is_complete:
+                announce(state, self.config, self.total_steps)
         restore_random_states(state, self.config.seed, self.progress.step, self.context)
 
     def finish(self) -> None:
         """End the loader's workers and the tracker; write the summary and the best weights."""
         self.loader.close()
+        self.profiler.finish()
         status = "complete" if self.is_complete else "stopped"
         summary = {"status": status, **self.progress.summary(), **self.clock.summary(self.progress.num_samples_seen)}
         summary["micro_batch_size"] = self.loader.micro_batch_size
         describe_end(self.directory, summary, self.config, self.strategy)
         self.tracking.close()
-        self.tracking.message(f"{status} at step {self.progress.step}, best {self.progress.best}: see {self.directory}")
+        self.tracking.message(f"{status}: {self.progress.describe()} ({self.directory})")
