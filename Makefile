@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-fast test-project test-template lint format clean
+.PHONY: help demo bake test test-fast test-project test-template lint format clean benchmark
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,16 @@ lint: $(READY)  ## check style and types of the template and, in place, of the g
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy" hooks tests "$(PROJECT)/template_only"
 	cd "$(PROJECT)" && "$(BIN)/mypy" run.py template_package tests
+
+benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops and other libraries (about 12 minutes)
+	.cache/benchmark/bin/python benchmarks/run.py
+
+.cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt
+	test -x .cache/benchmark/bin/python || $(PYTHON) -m venv .cache/benchmark
+	.cache/benchmark/bin/python -m pip install torch==2.13.0
+	.cache/benchmark/bin/python -m pip install -r benchmarks/requirements.txt
+	.cache/benchmark/bin/python -m pip install --no-deps --target .cache/benchmark/only_transformers -r benchmarks/requirements-transformers.txt
+	@touch $@
 
 format: $(READY)  ## put all files into the style that lint checks
 	"$(BIN)/ruff" check --fix .

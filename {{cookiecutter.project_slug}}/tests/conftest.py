@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -32,6 +33,11 @@ logging: {every_steps: 1, tracker: none}
 """
 
 
+def heed_ctrl_c() -> None:
+    """Undo that a shell's background jobs ignore SIGINT, and so all that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass
 class Project:
     """A generated project in a folder of its own."""
@@ -54,6 +60,7 @@ class Project:
             text=True,
             encoding="utf-8",
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests have no threads
         )
 
     def run(self, *words: str, code: int = 0, command: list[str] | None = None, script: str = "run.py") -> str:

@@ -7,8 +7,8 @@ matters.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
-import signal
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -117,8 +117,7 @@ def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -
 
 def _start_worker(_worker_id: int) -> None:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group: the rank decides, and saves first
-        signal.signal(number, signal.SIG_IGN)
+    os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
     torch.set_num_threads(1)
 
 

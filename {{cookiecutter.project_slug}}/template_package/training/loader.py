@@ -18,6 +18,9 @@ from ..launching.distributed import RankContext
 from ..validation import ConfigError
 from .fetching import Collate, Fetcher, MicroBatch, Request, mix, read_batches
 
+BLOCK = 65_536
+"""Indices of the epoch's order that are turned from a tensor into Python numbers at a time."""
+
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """(num_samples,) int64: the shuffled order of one epoch, the same on every rank."""
@@ -102,22 +105,30 @@ class TrainLoader:
         self._batches = iter(())
 
     def _requests(self, epoch: int, position: int) -> Iterator[Request]:
-        world_size = self._context.world_size
+        size = self.global_batch_size
+        block = size * max(1, BLOCK // size)
         while True:
             order = epoch_order(self.num_samples, self._seed, epoch)
-            for start in range(position, self.num_samples, self.global_batch_size):
-                global_batch = order[start : start + self.global_batch_size]
-                size = len(global_batch)
-                first, last = split_evenly(size, world_size, self._context.rank)
-                share = global_batch[first:last].tolist()
-                # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank
-                # without samples for a piece runs one with weight 0.
-                largest_share = -(-size // world_size)
-                pieces = cut(share, self.micro_batch_size, num_pieces=-(-largest_share // self.micro_batch_size))
-                for number, piece in enumerate(pieces, start=1):
-                    indices, weight = piece or global_batch[:1].tolist(), len(piece) * world_size / size
-                    yield Request(epoch, indices, len(piece), weight, number == len(pieces))
+            for start in range(position, self.num_samples, block):
+                indices = order[start : start + block].tolist()
+                for first in range(0, len(indices), size):
+                    yield from self._share(epoch, indices[first : first + size])
             epoch, position = epoch + 1, 0
+
+    def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
+        world_size, size = self._context.world_size, len(global_batch)
+        first, last = split_evenly(size, world_size, self._context.rank)
+        share = global_batch[first:last]
+        # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank without
+        # samples for a piece runs one with weight 0.
+        largest_share = -(-size // world_size)
+        num_pieces = -(-largest_share // self.micro_batch_size)
+        if num_pieces == 1 and share:
+            yield Request(epoch, share, len(share), len(share) * world_size / size, True)
+            return
+        for number, piece in enumerate(cut(share, self.micro_batch_size, num_pieces=num_pieces), start=1):
+            weight = len(piece) * world_size / size
+            yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
 
 
 class EvaluationLoader:

@@ -1,0 +1,39 @@
+"""Hugging Face Accelerate: the bare loop with prepare() and accelerator.backward()."""
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, unused-ignore"
+
+from __future__ import annotations
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from workload.model import ModelConfig, build_model, compute_loss
+
+from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.settings import Settings
+
+
+def main() -> None:
+    settings = Settings.from_environment()
+    # split_batches: each rank takes its contiguous part of the global batches that the loader gives.
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    model = build_model(ModelConfig(settings.work))
+    optimizer = make_optimizer(model, settings)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(settings, rank=0, num_ranks=1))
+    recorder = Recorder(settings, accelerator.process_index)
+    step = 0
+    while step < settings.num_steps:
+        for batch in loader:
+            loss, _ = compute_loss(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % settings.log_every == 0:
+                recorder.log(step, loss)
+            if step == settings.num_steps:
+                break
+    recorder.finish()
+    leave()  # not end_training(): with the model still there, it hangs now and then
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The bare loop, as it is written by hand: DDP if there are several ranks, by mp.spawn or joined to torchrun.
+
+tuned: whole batches from the data set, and the fused AdamW.
+"""
+# mypy: disable-error-code="no-untyped-call, attr-defined"
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workload.model import ModelConfig, build_model, compute_loss
+
+from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.settings import Settings
+
+
+def train(rank: int, settings: Settings) -> None:
+    model: nn.Module = build_model(ModelConfig(settings.work))
+    if settings.num_ranks > 1:
+        model = DistributedDataParallel(model)
+    optimizer = make_optimizer(model, settings)
+    loader = make_loader(settings, rank, settings.num_ranks)
+    recorder = Recorder(settings, rank)
+    step = 0
+    while step < settings.num_steps:
+        for batch in loader:
+            loss, _ = compute_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % settings.log_every == 0:
+                recorder.log(step, loss)
+            if step == settings.num_steps:
+                break
+    recorder.finish()
+
+
+def run_rank(rank: int, settings: Settings) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(settings.port))
+    dist.init_process_group("gloo", rank=rank, world_size=settings.num_ranks)
+    train(rank, settings)
+    dist.destroy_process_group()
+    leave()
+
+
+def main() -> None:
+    settings = Settings.from_environment()
+    if "RANK" in os.environ:
+        run_rank(int(os.environ["RANK"]), settings)
+    elif settings.num_ranks == 1:
+        train(0, settings)
+    else:
+        mp.spawn(run_rank, args=(settings,), nprocs=settings.num_ranks)
+
+
+if __name__ == "__main__":
+    main()

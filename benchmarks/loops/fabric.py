@@ -1,0 +1,40 @@
+"""Lightning Fabric: the bare loop with setup() and fabric.backward(); it starts its second rank itself."""
+# mypy: disable-error-code="import-not-found, import-untyped, unused-ignore"
+
+from __future__ import annotations
+
+from lightning.fabric import Fabric
+from workload.model import ModelConfig, build_model, compute_loss
+
+from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.settings import Settings
+
+
+def main() -> None:
+    settings = Settings.from_environment()
+    strategy = "ddp" if settings.num_ranks > 1 else "auto"
+    fabric = Fabric(accelerator="cpu", devices=settings.num_ranks, strategy=strategy)
+    fabric.launch()
+    model = build_model(ModelConfig(settings.work))
+    model, optimizer = fabric.setup(model, make_optimizer(model, settings))
+    own_loader = make_loader(settings, fabric.global_rank, settings.num_ranks)
+    loader = fabric.setup_dataloaders(own_loader, use_distributed_sampler=False)
+    recorder = Recorder(settings, fabric.global_rank)
+    step = 0
+    while step < settings.num_steps:
+        for batch in loader:
+            loss, _ = compute_loss(model, batch)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % settings.log_every == 0:
+                recorder.log(step, loss)
+            if step == settings.num_steps:
+                break
+    recorder.finish()
+    leave()
+
+
+if __name__ == "__main__":
+    main()

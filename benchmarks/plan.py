@@ -1,0 +1,79 @@
+"""What is measured: the loops (the rows of the tables), on which works and numbers of ranks (the cases)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+LOG_EVERY = 50
+"""Steps between two log lines of each loop; the time between two lines is a lap."""
+OURS, BARE, TUNED = "generated trainer", "bare", "bare, tuned"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TRANSFORMERS = Path(sys.prefix) / "only_transformers"
+"""See requirements-transformers.txt."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loop as a line of the tables."""
+
+    name: str
+    script: str = "bare.py"
+    is_tuned: bool = False
+    """Whole batches from the data set, and the fused AdamW."""
+    launcher: tuple[str, ...] = ()
+    """In front of the script, with two ranks. Without one the script starts the second rank itself."""
+    extra_path: Path | None = None
+    """A folder of packages that no other row sees."""
+    num_ranks: tuple[int, ...] = (1, 2)
+    works: tuple[str, ...] = ("mlp", "transformer")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A work on a number of ranks."""
+
+    work: str
+    num_ranks: int
+    num_steps: int
+    batch_size: int
+    """Of each rank."""
+    num_samples: int
+    num_warmup_laps: int
+    """The first laps, which count for nothing."""
+    every_rounds: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.work}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+
+
+PEERS = [
+    Row("Accelerate", "accelerate_loop.py", launcher=TORCHRUN),
+    Row("Fabric", "fabric.py"),
+    Row("Lightning Trainer", "lightning_trainer.py"),
+    Row("transformers Trainer", "transformers_trainer.py", launcher=TORCHRUN, extra_path=TRANSFORMERS),
+    Row("tutorials' recipe", "recipe.py"),
+]
+ROWS = [
+    Row(BARE),
+    Row("bare, again"),  # the noise
+    Row("bare, by torchrun", launcher=TORCHRUN, num_ranks=(2,), works=("mlp",)),
+    Row(TUNED, is_tuned=True),
+    *PEERS,
+    # The two lightest with the tuned loop's batches and optimizer: what is left is theirs.
+    *(replace(row, name=f"{row.name}, tuned", is_tuned=True, works=("mlp",)) for row in PEERS[:2]),
+    Row(OURS, "run.py", is_tuned=True),
+]
+CASES = [
+    Case("mlp", 1, num_steps=1000, batch_size=32, num_samples=16000, num_warmup_laps=2),
+    Case("mlp", 2, num_steps=600, batch_size=32, num_samples=16000, num_warmup_laps=2),
+    Case("transformer", 1, num_steps=100, batch_size=8, num_samples=1600, num_warmup_laps=1, every_rounds=2),
+    Case("transformer", 2, num_steps=100, batch_size=8, num_samples=1600, num_warmup_laps=1, every_rounds=2),
+]
+
+
+def shorten(case: Case) -> Case:
+    """The case for a trial: three laps."""
+    return replace(case, num_steps=3 * LOG_EVERY, num_warmup_laps=1)

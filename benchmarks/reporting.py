@@ -1,0 +1,154 @@
+"""Measurements to tables: medians of per-round ratios to the bare loop, and how far the aims are met."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions, version
+from pathlib import Path
+
+from measuring import Measurement
+from plan import BARE, OURS, PEERS, ROWS, TRANSFORMERS, TUNED
+
+LIBRARIES = ("torch", "accelerate", "lightning")
+PEER_NAMES = [peer.name for peer in PEERS]
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+TOLERANCE, TOLERANCE_BETWEEN_OPTIMIZERS = 1e-5, 1e-3
+"""Of final losses, relative. The fused AdamW rounds otherwise than the default one."""
+
+
+class Table:
+    """The measurements of one case."""
+
+    def __init__(self, measurements: Sequence[Measurement], case: str) -> None:
+        self.rows: dict[str, list[Measurement]] = {}
+        for measurement in measurements:
+            if measurement.case == case:
+                self.rows.setdefault(measurement.row, []).append(measurement)
+
+    def values(self, row: str, quantity: str) -> list[float]:
+        """One value a round."""
+        return [getattr(measurement, quantity) for measurement in self.rows[row]]
+
+    def median(self, row: str, quantity: str) -> float:
+        return statistics.median(self.values(row, quantity))
+
+    def ratios(self, row: str, base: str, quantity: str) -> list[float]:
+        """row / base of each round."""
+        pairs = zip(self.values(row, quantity), self.values(base, quantity), strict=True)
+        return [value / other for value, other in pairs]
+
+    def ratio(self, row: str, base: str, quantity: str) -> float:
+        return statistics.median(self.ratios(row, base, quantity))
+
+    def excess(self, row: str, base: str, quantity: str) -> float:
+        """The median of the per-round differences."""
+        pairs = zip(self.values(row, quantity), self.values(base, quantity), strict=True)
+        return statistics.median(value - other for value, other in pairs)
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Cores and versions, nothing that names the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    versions = {name: version(name) for name in LIBRARIES}
+    versions |= {found.name: found.version for found in distributions(name="transformers", path=[str(TRANSFORMERS)])}
+    return {"cores": cores, "system": platform.system(), "python": platform.python_version(), **versions}
+
+
+def markdown(
+    measurements: Sequence[Measurement], machine: dict[str, str | int], *, num_rounds: int, minutes: float
+) -> str:
+    """All tables."""
+    words = ", ".join(f"{key} {value}" for key, value in machine.items())
+    blocks = [
+        f"`python benchmarks/run.py --rounds {num_rounds}`, {minutes:.0f} minutes; {words}; CPU, gloo, fp32, "
+        "one thread a rank.",
+        "Medians over rounds. x is the median of the rounds' ratios to `bare` of the same round, with the smallest and "
+        "the largest; the noise is `bare, again`.",
+    ]
+    cases = list(dict.fromkeys(measurement.case for measurement in measurements))
+    tables = {case: Table(measurements, case) for case in cases}
+    if all({OURS, BARE, TUNED} <= table.rows.keys() for table in tables.values()):
+        blocks.append(_aims(tables))
+    for case, table in tables.items():
+        blocks.append(f"### {case}\n\n{_table(table)}")
+    return "\n\n".join(blocks) + "\n"
+
+
+def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
+    """The runs whose final loss is not that of the bare loop, or of the tuned one if they use its optimizer."""
+    references = {(m.case, m.row): m.final_loss for m in reversed(measurements) if m.row in (BARE, TUNED)}
+    is_tuned = {row.name: row.is_tuned for row in ROWS}
+    found = []
+    for measurement in measurements:
+        own = TUNED if is_tuned[measurement.row] else BARE
+        for base, tolerance in ((own, TOLERANCE), (BARE, TOLERANCE_BETWEEN_OPTIMIZERS)):
+            loss = references.get((measurement.case, base))
+            if loss is not None and not abs(measurement.final_loss / loss - 1) < tolerance:
+                found.append(f"{measurement.case}: {measurement.row}: {measurement.final_loss}, {base}: {loss}")
+    return found
+
+
+def replace_section(path: Path, text: str) -> None:
+    """Put the text between the marks of the file; what people wrote around them stays."""
+    former = path.read_text(encoding="utf-8") if path.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    before, rest = former.split(BEGIN)
+    after = rest.split(END)[1]
+    path.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
+
+
+def _table(table: Table) -> str:
+    lines = [
+        "| loop | µs a step | x bare | µs over tuned | start-up s | x bare | peak MiB a rank | final loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(table.rows, key=lambda row: table.median(row, "microseconds")):
+        name = f"**{row}**" if row == OURS else row
+        memory = statistics.median(max(measurement.peak_memory_mib) for measurement in table.rows[row])
+        excess = f"{table.excess(row, TUNED, 'microseconds'):+.0f}" if TUNED in table.rows else ""
+        lines.append(
+            f"| {name} | {table.median(row, 'microseconds'):.0f} | {_spread(table, row, 'microseconds')} | {excess} "
+            f"| {table.median(row, 'startup_seconds'):.2f} | {_spread(table, row, 'startup_seconds')} "
+            f"| {memory:.0f} | {table.median(row, 'final_loss'):.5f} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(table: Table, row: str, quantity: str) -> str:
+    if BARE not in table.rows:
+        return ""
+    ratios = table.ratios(row, BARE, quantity)
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def _aims(tables: dict[str, Table]) -> str:
+    lines = ["| aim of the generated trainer | measured | |", "|---|---:|---|"]
+    for case, table in tables.items():
+        for aim, is_met, shown in _judge(case, table):
+            lines.append(f"| {case}: {aim} | {shown} | {'met' if is_met else '**missed**'} |")
+    return "\n".join(lines)
+
+
+def _judge(case: str, table: Table) -> Iterator[tuple[str, bool, str]]:
+    """Each aim for the case, whether it is met, and what was measured."""
+    is_small = case.startswith("mlp")
+    limit = 0.9 if not is_small else 0.6 if case.endswith("1 rank") else 0.85
+    ratio = table.ratio(OURS, BARE, "microseconds")
+    yield f"at most {limit} x bare", ratio <= limit, f"{ratio:.2f} x"
+    if is_small:
+        excess = table.excess(OURS, TUNED, "microseconds")
+        yield "at most 15 µs above tuned", excess <= 15, f"{excess:+.0f} µs"
+    else:
+        ratio = table.ratio(OURS, TUNED, "microseconds")
+        yield "at most 1.02 x tuned", ratio <= 1.02, f"{ratio:.3f} x"
+    quantities = {"microseconds": "step"}
+    if is_small and case.endswith("2 ranks"):
+        quantities["startup_seconds"] = "start-up"
+        ratio = table.ratio(OURS, BARE, "startup_seconds")
+        yield "start-up at most 0.75 x bare mp.spawn", ratio <= 0.75, f"{ratio:.2f} x"
+    for quantity, word in quantities.items():
+        for peer in sorted(row for row in table.rows if row.removesuffix(", tuned") in PEER_NAMES):
+            ratio = table.ratio(OURS, peer, quantity)
+            yield f"{word} not slower than {peer}", ratio <= 1.0, f"{ratio:.2f} x"
