@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import signal
 import time
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from baking import bake, cookiecutter_command, files_of, plain_environment, run_
 from conftest import StubPython, marked_processes
 
 NAME = "ddp-experiment"
+
+
+def heed_ctrl_c() -> None:
+    """Undo that a shell's background jobs ignore SIGINT, and so all that they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def named(python: str, **more: str) -> dict[str, str]:
@@ -134,7 +140,10 @@ def interrupt(
 ) -> str:
     """The output of a run in a terminal in which Ctrl-C is pressed some seconds after `moment` has been printed."""
     command = cookiecutter_command(template, output_dir, {}, sys.executable)
-    child = pexpect.spawn(command[0], command[1:], env=plain_environment(environment), encoding="utf-8", timeout=60)
+    environment = plain_environment(environment)
+    child = pexpect.spawn(
+        command[0], command[1:], env=environment, encoding="utf-8", timeout=60, preexec_fn=heed_ctrl_c
+    )
     child.expect_exact(moment)
     output = f"{child.before}{moment}"
     time.sleep(delay_seconds)

@@ -76,6 +76,9 @@ def end_all(process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
     send(signal.SIGKILL, process.pid, family + descendants(process.pid))
     process.wait()
+    deadline = time.monotonic() + 2  # a large process takes a moment to go
+    while time.monotonic() < deadline and has_members(process.pid):
+        time.sleep(0.05)
 
 
 def descendants(pid: int) -> list[int]:
@@ -101,6 +104,13 @@ def send(number: signal.Signals, group: int, family: Iterable[int]) -> None:
     for pid in family:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
+
+
+def has_members(group: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def is_running(pid: int) -> bool:
