@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
-import signal
 import time
 from pathlib import Path
 

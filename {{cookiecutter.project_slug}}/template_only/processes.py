@@ -60,6 +60,8 @@ def run(
         raise
     finally:
         timer.cancel()
+        if is_late.is_set():
+            timer.join()  # it still ends what outlives the command
     return None if is_late.is_set() else code, "".join(lines)
 
 
