@@ -25,16 +25,7 @@ def run(
     The output is shown as it comes, but for lines that begin with one of `held_back`. When the time runs out or Ctrl-C
     is pressed, the command and all that it started are ended.
     """
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the command in order
-    )
+    process = start(command, environment)
     is_late = threading.Event()
 
     def end_late() -> None:
@@ -63,6 +54,20 @@ def run(
         if is_late.is_set():
             timer.join()  # it still ends what outlives the command
     return None if is_late.is_set() else code, "".join(lines)
+
+
+def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """The command in a session of its own: Ctrl-C reaches this process alone, which then ends the command in order."""
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def end_all(process: subprocess.Popen[str]) -> None:
