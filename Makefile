@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-fast test-project test-template lint format clean benchmark
+.PHONY: help demo bake test test-fast test-project test-template lint format clean benchmark campaigns horovod test-cluster
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,13 @@ test-project: $(READY)  ## run the generated project's tests, in place
 test-template: $(READY)  ## run the template's own tests
 	$(PYTEST)
 
+test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLURM, as root; installs Debian's packages (about 6 minutes)
+	tests/cluster/install_packages.sh
+	$(PYTEST) tests/cluster
+
+campaigns: $(READY)  ## inject faults by the hundred, with reports in build/campaigns (about 20 minutes)
+	$(PYTEST) tests/campaigns --long
+
 lint: $(READY)  ## check style and types of the template and, in place, of the generated project
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
@@ -55,6 +62,17 @@ benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops an
 	.cache/benchmark/bin/python -m pip install torch==2.13.0
 	.cache/benchmark/bin/python -m pip install -r benchmarks/requirements.txt
 	.cache/benchmark/bin/python -m pip install --no-deps --target .cache/benchmark/only_transformers -r benchmarks/requirements-transformers.txt
+	@touch $@
+
+horovod: .cache/horovod/.ready  ## build Horovod (once: 3 to 15 minutes) and run the tests of its strategy
+	cd "$(PROJECT)" && "$(CURDIR)/.cache/horovod/bin/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest" \
+	-k horovod tests/test_horovod.py tests/test_strategies.py
+
+.cache/horovod/.ready: constraints.txt $(PROJECT)/scripts/install_horovod.sh
+	test -x .cache/horovod/bin/python || $(PYTHON) -m venv .cache/horovod
+	.cache/horovod/bin/python -m pip install -c constraints.txt torch
+	.cache/horovod/bin/python -m pip install --quiet -r constraints.txt
+	PYTHON="$(CURDIR)/.cache/horovod/bin/python" "$(PROJECT)/scripts/install_horovod.sh"
 	@touch $@
 
 format: $(READY)  ## put all files into the style that lint checks

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+EXTRA_STRATEGIES = ("accelerate", "deepspeed", "horovod")
+"""Each is a file in strategies/, tests, an extra of pyproject.toml; some have a section in config.yaml or a script."""
 RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
 
@@ -48,6 +50,13 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     text = place_example(project, answers["example"], config.read_text(encoding="utf-8"))
     text = set_value(text, "device_ids", as_yaml(answers["device_ids"]))
     text = set_value(text, "logging.tracker", answers["tracker"])
+    for name in EXTRA_STRATEGIES:
+        if answers["extra_strategies"] not in (name, "all"):
+            for path in ("template_package/strategies/{}.py", "tests/test_{}.py", "scripts/install_{}.sh"):
+                (project / path.format(name)).unlink(missing_ok=True)
+            if name == "deepspeed":
+                shutil.rmtree(project / "template_package" / "strategies" / "zero")
+            text = re.sub(block_pattern(name), "", text, flags=re.MULTILINE)
     config.write_text(text, encoding="utf-8", newline="\n")
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
@@ -64,13 +73,15 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
 
 
 def place_example(project: Path, example: str, config: str) -> str:
-    """The config text for the example, whose files replace those of the same name in the package and in tests/."""
+    """The config text for the example, whose code goes to the package and tests/, and whose data to the top folder."""
     folder = project / "examples" / example
     changes = ""
     if folder.is_dir():
         changes = (folder / "config.yaml").read_text(encoding="utf-8")
-        for source in folder.glob("*.py"):
-            source.replace(project / ("tests" if source.name.startswith("test_") else "template_package") / source.name)
+        (folder / "config.yaml").unlink()
+        for source in filter(Path.is_file, folder.iterdir()):
+            code = "tests" if source.name.startswith("test_") else "template_package"
+            source.replace(project / (code if source.suffix == ".py" else ".") / source.name)
     shutil.rmtree(project / "examples")
     for block in re.findall(block_pattern(r"\w+"), changes, re.MULTILINE):
         section = block.partition(":")[0]
@@ -115,7 +126,7 @@ def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
     kept = []
     for line in text.splitlines():
         condition = re.search(r"\s*# only with (\w+)=(\S+)$", line)
-        if condition is None or answers[condition[1]] == condition[2]:
+        if condition is None or answers[condition[1]] in (condition[2], "all"):
             kept.append(line[: condition.start()] if condition else line)
     return "\n".join(kept) + "\n"
 

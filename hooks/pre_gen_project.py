@@ -23,9 +23,12 @@ FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
 LIBRARIES = set(
     """
-    accelerate cookiecutter cruft deepspeed horovod mypy numpy nvidia-ml-py omegaconf pip pynvml pytest pyyaml ruff
-    safetensors scikit-learn scipy setuptools sklearn tensorboard tokenizers torch torchmetrics torchvision tqdm
-    transformers triton wandb wheel yaml
+    accelerate antlr4 attr attrs cookiecutter cruft datasets deepspeed einops filelock fsspec horovod huggingface_hub
+    jinja2 joblib lightning markupsafe matplotlib mpmath mypy networkx ninja numpy nvidia-ml-py omegaconf packaging
+    pandas peft pillow pip pluggy psutil pydantic pygments pynvml pytest pyyaml regex requests rich ruff
+    safetensors scikit-learn scipy sentencepiece setuptools shared_server simulated_nvml six sklearn sympy tensorboard
+    threadpoolctl tokenizers torch torchaudio torchmetrics torchvision tqdm
+    transformers triton urllib3 wandb wheel workload yaml
     """.split()
 )
 FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())

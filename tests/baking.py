@@ -70,14 +70,26 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected_files(template: Path, package_name: str, example: str = "image", project_license: str = "MIT") -> set[str]:
+def expected_files(
+    template: Path,
+    package_name: str,
+    example: str = "image",
+    project_license: str = "MIT",
+    extra_strategies: str = "none",
+) -> set[str]:
     """The names of the files that a project with these answers holds, by the rules of CONTRIBUTING.md."""
     names = set(files_of(template / PROJECT))
     chosen = {name for name in names if not name.startswith(("examples/", "template_only/"))}
     for name in names:
-        if name.startswith(f"examples/{example}/") and name.endswith(".py"):
+        if name.startswith(f"examples/{example}/") and not name.endswith("config.yaml"):
             file = name.rpartition("/")[2]
-            chosen.add(f"tests/{file}" if file.startswith("test_") else f"template_package/{file}")
+            folder = "" if not file.endswith(".py") else "tests/" if file.startswith("test_") else "template_package/"
+            chosen.add(f"{folder}{file}")
+    for name in {"accelerate", "deepspeed", "horovod"} - {extra_strategies}:
+        if extra_strategies != "all":
+            if name == "deepspeed":
+                chosen = {path for path in chosen if not path.startswith("template_package/strategies/zero/")}
+            chosen -= {f"template_package/strategies/{name}.py", f"tests/test_{name}.py", f"scripts/install_{name}.sh"}
     if project_license != "none":
         chosen.add("LICENSE")
     return {name.replace("template_package", package_name) for name in chosen}

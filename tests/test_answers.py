@@ -178,7 +178,7 @@ def test_default_names_are_good_ones(
     ],
 )
 def test_device_ids_reach_the_config(template: Path, tmp_path: Path, answer: str, value: object) -> None:
-    project = bake(template, tmp_path, device_ids=answer)
+    project = bake(template, tmp_path, device_ids=answer, extra_strategies="all")
     text = (project / "config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["device_ids"] == value
     before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(encoding="utf-8")

@@ -199,7 +199,7 @@ def test_isolated_cookiecutter_finds_the_python_of_the_active_environment(
 ) -> None:
     environment = {"VIRTUAL_ENV": sys.prefix, "PATH": str(tmp_path), "RANK": "1", "WORLD_SIZE": "8"}
     output_dir = tmp_path / "a folder 名"
-    result = run_cookiecutter(template, output_dir, environment, isolated_python, example="stub", tracker="wandb")
+    result = run_cookiecutter(template, output_dir, environment, isolated_python, example="text", tracker="wandb")
     assert state_of(result.stdout) == "PASSED", result.stdout
     assert f"Smoke test with {Path(sys.prefix) / 'bin' / 'python'}" in result.stdout
 

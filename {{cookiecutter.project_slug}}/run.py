@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from template_package.launching.processes import warm_up
+from template_package.launching.starting import warm_up
 
 if TYPE_CHECKING:
     from template_package.config import Config
@@ -36,21 +36,22 @@ def run_fn(rank: int, world_size: int, config: Config) -> None:
 def main(arguments: list[str]) -> int:
     """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
     from template_package.commands import parse_command_line, run_command
-    from template_package.config import load_config
-    from template_package.launching.launcher import find_devices, find_world_size, launch
     from template_package.validation import ConfigError
 
     try:
         line = parse_command_line(arguments, default_config=CONFIG)
-        config = load_config(line.config_path, line.overrides)
         if line.command != "train":
-            return run_command(line.command, config)
-        devices = find_devices(config)
-        world_size = find_world_size(devices)  # one rank a device, summed over nodes
-        return launch(run_fn, config, devices, world_size)
+            return run_command(line)
+        from template_package.config import load_config
+        from template_package.launching.launcher import find_node, launch
+
+        config = load_config(line.config_path, line.overrides)
+        node = find_node(config)
+        world_size = sum(node.num_ranks)  # over nodes: one rank a device
+        return launch(run_fn, config, node, world_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """The sections of config.yaml as dataclasses. config.yaml explains the keys, config_loading.py reads them,
-validation.py says which values they may have."""
+config_rules.py says which values they may have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import model as user_model
 from .config_loading import load, to_plain
+from .config_rules import check_values
 from .dataset import DataConfig
 from .model import ModelConfig
-from .validation import check_values, parse_device_ids
+from .validation import ConfigError, one_line, parse_device_ids
 
 
 @dataclass
@@ -33,6 +35,18 @@ class DdpConfig:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_compression: str = "none"
+
+
+@dataclass
+class FsdpConfig:
+    cpu_offload: bool = False
+    reshard_after_forward: bool = True
+
+
+@dataclass
+class DeepspeedConfig:
+    zero_stage: int = 1
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -107,6 +121,7 @@ class LoggingConfig:
 @dataclass
 class BenchmarkConfig:
     steps: int = 50
+    rounds: int = 3
 
 
 @dataclass(kw_only=True)
@@ -118,6 +133,8 @@ class Config:
     strategy: str = "ddp"
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     data: DataConfig  # no defaults for yours: their fields need not have any either
     model: ModelConfig
     loader: LoaderConfig = field(default_factory=LoaderConfig)
@@ -134,6 +151,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The defaults above, then the YAML file, then `key=value` overrides, checked. Raises ConfigError."""
     config = load(Config, path, overrides)
     config.device_ids = parse_device_ids(config.device_ids)
+    try:
+        getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
     check_values(config)
     return config
 
@@ -142,3 +163,15 @@ def to_dict(config: Config) -> dict[str, Any]:
     """The config as dicts, lists, text and numbers, for YAML, JSON and checkpoints; load_config reads it back."""
     plain: dict[str, Any] = to_plain(config)
     return plain
+
+
+def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
+    """ "key: stored value -> present value" for each dotted key in which two plain configs differ."""
+    lines: list[str] = []
+    for key in [*stored, *(key for key in present if key not in stored)]:
+        former, now, dotted = stored.get(key), present.get(key), f"{prefix}{key}"
+        if isinstance(former, dict) and isinstance(now, dict):
+            lines += differing_keys(former, now, f"{dotted}.")
+        elif former != now:
+            lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
+    return lines

@@ -1,16 +1,20 @@
 """YOURS: the data. Here, the 1,797 handwritten digits that come with scikit-learn.
 
 Put your own in by rewriting this file: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
-model.py.
+model.py; `run.py predict` uses `read_inputs`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from .validation import ConfigError
 
 
 @dataclass
@@ -68,7 +72,7 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
     from sklearn.datasets import load_digits  # here, so that only who reads the data pays for the import
 
     bunch = load_digits()
-    images = torch.from_numpy(bunch.images).float().div(16).unsqueeze(1)  # (1797, 8, 8) of 0..16 -> (1797, 1, 8, 8)
+    images = scale(bunch.images)
     digits = torch.from_numpy(bunch.target).long()
 
     # A seed of its own, not the run's: runs with different seeds are compared on the same images.
@@ -82,6 +86,27 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
         Digits(images[validation], digits[validation]),
         Digits(images[test], digits[test]),
     )
+
+
+def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
+    """The images that `run.py predict SOURCE` looks at, and what to call each of them.
+
+    source: a .npy file of one image, (8, 8), or of several, (N, 8, 8), with values from 0 to 16.
+    """
+    try:
+        array = numpy.load(Path(source), allow_pickle=False)
+        images = scale(array.reshape(-1, *array.shape[-2:]))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"predict {source}: no array of images ({error}). Make one with numpy.save.") from None
+    if images.shape[1:] != (1, 8, 8) or not len(images):
+        raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")
+    names = [f"{Path(source).name}[{place}]" for place in range(len(images))]
+    return Digits(images, torch.zeros(len(images), dtype=torch.long)), names
+
+
+def scale(images: "numpy.ndarray[Any, Any]") -> Tensor:
+    """(N, 8, 8), 0 to 16 -> (N, 1, 8, 8) float32 in [0, 1]."""
+    return torch.from_numpy(images).float().div(16).unsqueeze(1)
 
 
 def random_shift(image: Tensor) -> Tensor:

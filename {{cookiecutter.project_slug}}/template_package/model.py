@@ -1,8 +1,9 @@
 """YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`; and, where you define them, `build_optimizer(model, config)` (instead of the one that config.yaml
-names) and `loss_weight(batch)` (what the loss is the mean over, if not samples: target tokens, say).
+and `update_metrics`, and `run.py predict` uses `predict`. Where you define them also: `build_optimizer(model, config)`
+(instead of the one that config.yaml names), `loss_weight(batch)` (what the loss is the mean over, if not samples:
+target tokens, say) and `complete_config(model, data)` (what one of the two sections takes over from the other).
 """
 
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     logits = model(batch.inputs)
     return F.cross_entropy(logits, batch.targets), logits
+
+
+def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """What `run.py predict` writes of each sample: columns of (B,) each, by name."""
+    probabilities, digits = model(batch.inputs).float().softmax(1).max(1)
+    return {"label": digits, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":

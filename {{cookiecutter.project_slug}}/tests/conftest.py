@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,72 @@ logging: {every_steps: 1, tracker: none}
 """
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what a launcher, or pytest's own, may have set."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    return {key: value for key, value in os.environ.items() if key not in hidden}
+
+
 def heed_ctrl_c() -> None:
     """Undo that a shell's background jobs ignore SIGINT, and so all that they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Session:
+    """A process that runs commands one after the other (workload/session.py): what they start is real, but the fork
+    server, whose imports take most of a start, is the same for all.
+    """
+
+    def __init__(self, folder: Path, output: Path) -> None:
+        self._folder, self._path = folder, output
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
+        """Exit code (None if there was no end in time) and output."""
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        start = self._path.stat().st_size
+        print(
+            json.dumps({"folder": str(folder), "script": script, "words": words}), file=self._process.stdin, flush=True
+        )
+        is_answered, *_ = select.select([self._replies], [], [], TIMEOUT_SECONDS)
+        reply = self._replies.readline() if is_answered else ""
+        if not reply:
+            self.close()
+        return int(reply) if reply else None, self._path.read_bytes()[start:].decode(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Of the process that has run the last command."""
+        assert self._process is not None, "no command has run yet"
+        return self._process.pid
+
+    def _start(self) -> None:
+        receiver, sender = os.pipe()
+        with self._path.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "session.py", str(sender)],
+                cwd=self._folder,
+                env=clean_environment() | {"PYTHONIOENCODING": "utf-8"},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                pass_fds=[sender],
+                text=True,
+                start_new_session=True,
+                preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests have no threads
+            )
+        os.close(sender)
+        self._replies = os.fdopen(receiver)
+
+    def close(self) -> None:
+        """End the process; its ranks, if there are any, end with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._replies.close()
+        self._process = None
 
 
 @dataclass
@@ -43,17 +108,14 @@ class Project:
     """A generated project in a folder of its own."""
 
     folder: Path
+    session: Session
 
-    def start(
-        self, *words: str, command: list[str] | None = None, script: str = "run.py", **variables: str
-    ) -> subprocess.Popen[str]:
-        """Start `python run.py …` (or another command in front of run.py)."""
-        hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
-        environment = {key: value for key, value in os.environ.items() if key not in hidden} | variables
+    def start(self, *words: str, command: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+        """Start `python run.py …` as a user does (or another command in front of run.py)."""
         return subprocess.Popen(
-            [*(command or [sys.executable]), script, *words],
+            [*(command or [sys.executable]), "run.py", *words],
             cwd=self.folder,
-            env=environment,
+            env=clean_environment() | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,28 +125,24 @@ class Project:
             preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests have no threads
         )
 
-    def run(self, *words: str, code: int = 0, command: list[str] | None = None, script: str = "run.py") -> str:
-        """What the command prints on stdout and stderr; it must end with exit code `code`."""
-        process = self.start(*words, command=command, script=script)
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            pytest.fail(f"{words} did not end\n{output}\n{errors}")
-        assert process.returncode == code, f"{words}: exit code {process.returncode}\n{output}\n{errors}"
-        return output + errors
+    def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
+        """What the command prints; it must end with exit code `code`. Without `command` it runs in the session."""
+        if not command:
+            returned, printed = self.session.run(self.folder, script, list(words))
+        else:
+            process = self.start(*words, command=command)
+            try:
+                printed = "".join(process.communicate(timeout=TIMEOUT_SECONDS))
+                returned = process.returncode
+            except subprocess.TimeoutExpired:
+                process.kill()
+                returned, printed = None, "".join(process.communicate())
+        assert returned == code, f"{words}: exit code {returned} (None: no end in time)\n{printed}"
+        return printed
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
         """Train under several names, one after the other in the same ranks."""
-        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="many_runs.py")
-
-    def session(self, *commands: list[str], codes: list[int]) -> list[str]:
-        """What several commands on one rank print, run one after the other in one process."""
-        lines = self.run(json.dumps(commands), script="session.py").splitlines()
-        results = [json.loads(line) for line in lines if line.startswith("[")]
-        assert [code for code, _ in results] == codes, results
-        return [printed for _, printed in results]
+        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="many_runs")
 
     def edit(self, file: str, old: str, new: str) -> None:
         """Change a file of the package."""
@@ -128,24 +186,33 @@ class Project:
                 path.unlink()
 
 
-@pytest.fixture(scope="session")
-def template_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """run.py and the package with the workload's model and data."""
-    folder = tmp_path_factory.mktemp("project")
-    shutil.copy(ROOT / "run.py", folder)
+def copy_project(folder: Path, workload: Path = WORKLOAD) -> Path:
+    """run.py and the package in `folder`, with the model and data of `workload`."""
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in WORKLOAD.glob("*.py"):
+    for path in (ROOT / "run.py", *WORKLOAD.glob("*.py"), *workload.glob("*.py")):
         shutil.copy(path, folder / PACKAGE if path.name in ("model.py", "dataset.py") else folder)
     (folder / "config.yaml").write_text(SETTINGS, encoding="utf-8")
     return folder
 
 
+@pytest.fixture(scope="session")
+def template_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="session")
+def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    session = Session(template_project, tmp_path_factory.mktemp("session") / "output.txt")
+    yield session
+    session.close()
+
+
 @pytest.fixture
-def project(template_project: Path, tmp_path: Path) -> Project:
+def project(template_project: Path, session: Session, tmp_path: Path) -> Project:
     """A project of the test's own; its path has a space and is not ASCII."""
     folder = tmp_path / "my 実験"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    return Project(folder)
+    return Project(folder, session)
 
 
 def write_config(folder: Path, **sections: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from template_package.training.checkpoint import (
     load_initial_weights,
     write_whole,
 )
+from template_package.training.checksum import checksum
 from template_package.training.random_state import (
     get_random_states,
     seed_generators,
@@ -49,7 +51,7 @@ def test_last_and_best_are_kept(tmp_path: Path) -> None:
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "best.pt"
-    write_whole(path, lambda beside: torch.save(state(1), beside))
+    CheckpointFolder(tmp_path, None).save(state(1), is_best=True)
 
     def fail(beside: Path) -> None:
         beside.write_bytes(b"half")
@@ -59,6 +61,42 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_whole(path, fail)
     assert load_checkpoint(path)["step"] == 1
     assert CheckpointFolder(tmp_path, None).steps() == []
+
+
+def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+    folder, choose = CheckpointFolder(tmp_path, keep_last=None), random.Random(5)
+    folder.save({**state(7), "best": {"loss": 0.25}, "random_states": [(1, torch.arange(64, dtype=torch.uint8))]})
+    path = tmp_path / "step_00000007.pt"
+    whole = path.read_bytes()
+    expected = load_checkpoint(path)
+    damaged = [whole[: len(whole) * percent // 100] for percent in range(0, 100, 5)]
+    for _ in range(200):
+        bits = bytearray(whole)
+        bits[choose.randrange(len(bits))] ^= 1 << choose.randrange(8)
+        damaged.append(bytes(bits))
+    num_refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            found = load_checkpoint(path)
+        except ConfigError:
+            num_refused += 1
+        else:  # half of so small a file is padding between its entries
+            assert checksum(found) == checksum(expected)
+    assert num_refused > 20 + 50, "all that are cut short, and each flipped bit that matters"
+
+
+def test_checksum_sees_every_part() -> None:
+    half = torch.zeros(1, dtype=torch.bfloat16)
+    base: dict[str, Any] = {"model": {"a": torch.zeros(2, 3), "b": half}, "best": None, "seeds": [(1, 2)]}
+    others = [
+        base | {"model": {"a": torch.zeros(3, 2), "b": half}},
+        base | {"model": {"a": torch.zeros(2, 3), "c": half}},
+        base | {"model": {"a": torch.zeros(2, 3), "b": half + 1}},
+        base | {"best": 0},
+        base | {"seeds": [(1, 3)]},
+    ]
+    assert len({checksum(value) for value in [base, *others]}) == 6
 
 
 class Payload:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package import validation
+from template_package import config_rules
+from template_package import model as user_model
 from template_package.config import Config, load_config, to_dict
-from template_package.validation import RULES, ConfigError, parse_device_ids
+from template_package.config_rules import RULES
+from template_package.validation import ConfigError, parse_device_ids
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
 
@@ -111,8 +113,6 @@ def test_every_rule_refuses_something_and_following_its_remedy_helps(path: Path)
         ("name=" + "x" * 101, "at most 100"),
         ("launch.backend=nccl device_ids=cpu", "NCCL has no CPU ranks"),
         ("device_ids=[0,0]", "launch.backend=gloo"),
-        ("launch.nodes=2", "must be 1, since nothing else is built yet"),
-        ("launch.share_gpus=true", "must be false, since nothing else is built yet"),
         ("training.sync_batchnorm=true", "Set training.micro_batch_size to a number"),
         ("ddp.static_graph=true", "Set training.micro_batch_size to a number"),
         ("schedule.min_learning_rate=1", "must not be above optimizer.learning_rate"),
@@ -186,7 +186,7 @@ def test_a_strategy_is_offered_exactly_when_its_file_is_there(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "strategies").mkdir()
-    monkeypatch.setattr(validation, "__file__", str(tmp_path / "validation.py"))
+    monkeypatch.setattr(config_rules, "__file__", str(tmp_path / "config_rules.py"))
     with pytest.raises(ConfigError, match=r"strategy=fsdp: must be one of ddp\. .* without strategies/fsdp\.py"):
         load_config(path, ["strategy=fsdp"])
     for name in ("fsdp", "base", "__init__"):
@@ -194,3 +194,17 @@ def test_a_strategy_is_offered_exactly_when_its_file_is_there(
     assert load_config(path, ["strategy=fsdp"]).strategy == "fsdp"
     with pytest.raises(ConfigError, match="must be one of ddp, fsdp"):
         load_config(path, ["strategy=base"])
+
+
+def test_the_users_own_sections_may_complete_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complete(model: Any, data: Any) -> None:
+        model.filled_in = type(data).__name__
+
+    def refuse(model: Any, data: Any) -> None:
+        raise ValueError("model.size=7:\n does not fit.")
+
+    monkeypatch.setattr(user_model, "complete_config", complete, raising=False)
+    assert vars(load_config(path).model)["filled_in"] == "DataConfig"
+    monkeypatch.setattr(user_model, "complete_config", refuse)
+    with pytest.raises(ConfigError, match=r"^model\.size=7: does not fit\.$"):
+        load_config(path)

@@ -1,44 +1,141 @@
-"""What a launcher says in the environment is checked before anything starts."""
+"""What a launcher says in the environment is checked before anything starts, and means the same as our own start."""
 
 from __future__ import annotations
 
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from template_package.config import Config, load_config
-from template_package.launching.launcher import find_devices, find_world_size
+from template_package.config import Config, LaunchConfig, load_config
+from template_package.launching.environment import Launched, find_launcher
+from template_package.launching.launcher import find_node
+from template_package.launching.network import choose_interface
 from template_package.validation import ConfigError
 
-from conftest import ROOT
+from conftest import ROOT, Project
 
 TORCHRUN = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "host",
-    "MASTER_PORT": "1234",
-}
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "MASTER_ADDR": "host", "MASTER_PORT": "1234", "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in [("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1")]}
+MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "job1"}
+MEETING = LaunchConfig(master_addr="10.0.0.1", master_port=29500)
 
 
-def config(device_ids: object) -> Config:
-    return replace(load_config(Path(ROOT / "config.yaml")), device_ids=device_ids)
+def config(device_ids: object, **launch: object) -> Config:
+    base = load_config(Path(ROOT / "config.yaml"))
+    return replace(base, device_ids=device_ids, launch=replace(base.launch, **launch))  # type: ignore[arg-type]
 
 
-def test_world_size_is_the_number_of_devices_or_what_the_launcher_says() -> None:
-    devices = find_devices(config(["cpu", "cpu", "cpu"]), {})
-    assert devices == ["cpu"] * 3 and find_world_size(devices, {}) == 3
-    devices = find_devices(config(["cpu", "cpu"]), TORCHRUN)
-    assert devices == ["cpu"] * 2 and find_world_size(devices, TORCHRUN) == 4
+def test_world_size_is_the_number_of_devices() -> None:
+    node = find_node(config(["cpu", "cpu", "cpu"]), {})
+    assert node.devices.names == ["cpu"] * 3 and node.num_ranks == [3] and node.launched is None
 
 
-def test_list_that_is_not_the_launchers_number_of_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"names 3 devices, but the launcher started 2 ranks .*--nproc-per-node=3"):
-        find_devices(config(["cpu"] * 3), TORCHRUN)
+def test_every_launcher_tells_the_same_kind_of_place() -> None:
+    place = find_launcher(TORCHRUN, LaunchConfig())
+    assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
+    under_deepspeed = {name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")}
+    place = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
+    assert place == Launched("deepspeed", 3, 4, 1, 2, 1, "host", 1234)
+    assert find_launcher(SRUN, MEETING) == Launched("srun", 3, 4, 0, 2, 2, "10.0.0.1", 29500)
+    place = find_launcher(MPIRUN, LaunchConfig())
+    assert place is not None and place[:7] == ("mpirun", 1, 2, 1, 2, 0, "127.0.0.1") and place.master_port > 1024
+    other = find_launcher(MPIRUN | {"PMIX_NAMESPACE": "job2"}, LaunchConfig())
+    assert other is not None and other.master_port != place.master_port, "two jobs on one host"
+    # A shell on a node (srun --pty) is one task: there the ranks are started here.
+    assert find_launcher(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()) is None
+    assert find_launcher({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, LaunchConfig()) is None, "in the batch script"
 
 
-def test_half_set_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"half set: WORLD_SIZE, MASTER_PORT missing"):
-        find_devices(config("cpu"), {k: v for k, v in TORCHRUN.items() if k not in ("WORLD_SIZE", "MASTER_PORT")})
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, r"RANK and LOCAL_RANK without WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "one"}, r"RANK=one: must be a number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, r"without SLURM_PROCID"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, r"without OMPI_COMM_WORLD_LOCAL_RANK"),
+        (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "4"}, r"several nodes .*Add launch.master_addr=HOST"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, r"Open MPI's are. Use Open MPI, srun or torchrun"),
+    ],
+)
+def test_half_set_environment_is_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_launcher(environment, LaunchConfig())
+
+
+def test_nodes_by_hand_need_a_place_to_meet() -> None:
+    for words, rule in (
+        (["launch.nodes=2"], "launch.master_addr=127.0.0.1: other nodes cannot reach .*launch.master_port=29500"),
+        (["launch.nodes=2", "launch.master_addr=10.0.0.1"], "launch.master_port=0: several nodes must know it. Add"),
+        (["launch.node_rank=1"], "launch.node_rank=1: must be below launch.nodes=1. Set a number from 0 to 0"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            load_config(Path(ROOT / "config.yaml"), words)
+
+
+def test_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ConfigError, match=r"launch.network_interface=eth99: this host \(.*\) has .*lo"):
+        choose_interface("eth99", "127.0.0.1")
+    choose_interface(None, "127.0.0.1")
+    import os
+
+    assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def rank(number: int, port: int, **variables: str) -> dict[str, str]:
+    """The environment that torchrun gives one of two ranks."""
+    place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_list_that_is_not_the_launchers_number_of_ranks_is_refused(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu,cpu", **rank(0, free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "names 3 devices, but torchrun started 2 ranks" in errors
+    assert "--nproc-per-node=3" in errors and "Traceback" not in errors
+
+
+def test_rank_that_does_not_arrive_is_named(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", **rank(0, free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 of 2 did not arrive within launch.timeout_minutes=0.05" in errors
+    assert "Traceback" not in errors
+
+
+def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
+    port = free_port()
+    ranks = [
+        project.start("device_ids=cpu,cpu", f"training.epochs={3 + number}", **rank(number, port)) for number in (0, 1)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2]
+    assert (
+        sum("rank 1 would not train what rank 0 does: config.training.epochs: 3 -> 4" in text for text in errors) == 1
+    )
+
+
+def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    project.run("name=undisturbed", "device_ids=cpu,cpu")
+    output = project.run("device_ids=auto", "model.fault=kill_once", "checkpoint.every_steps=1", command=torchrun)
+    assert "resuming after step" in output
+    assert project.lines("run") == project.lines("undisturbed")

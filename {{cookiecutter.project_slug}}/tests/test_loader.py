@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -119,6 +120,69 @@ def test_whole_batches_are_fetched_in_one_call() -> None:
         steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist()
         == steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
     )
+
+
+class Sized(Batches):
+    """Samples of different lengths, few of which are long."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.sample_lengths = [1 + (7 * i % num_samples) ** 3 // num_samples**2 for i in range(num_samples)]
+
+    def __len__(self) -> int:
+        return len(self.sample_lengths)
+
+
+def padded(batches: list[list[int]], lengths: list[int]) -> float:
+    """Places in the batches for each one that is filled."""
+    places = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    return places / sum(lengths[i] for batch in batches for i in batch)
+
+
+def global_batches(dataset: Any, world_size: int, num_steps: int, position: int = 0) -> list[list[int]]:
+    ranks = [
+        steps(rank, world_size, num_steps=num_steps, position=position, dataset=dataset) for rank in range(world_size)
+    ]
+    return [
+        [i for rank in ranks for micro in rank[step] if micro.request.num_samples for i in micro.request.indices]
+        for step in range(num_steps)
+    ]
+
+
+def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a_resume() -> None:
+    dataset = Sized(702)  # 100 batches of 7 in two windows, and one of 2
+    batches = global_batches(dataset, 1, 202)
+    assert [len(batch) for batch in batches] == 2 * [*100 * [7], 2]
+    for epoch in (batches[:101], batches[101:]):
+        assert sorted(chain.from_iterable(epoch)) == list(range(702))
+    assert batches[:101] != batches[101:]
+    assert global_batches(dataset, 3, 202) == batches
+    assert global_batches(dataset, 2, 30, position=7 * 40) == batches[40:70]
+
+    lengths = dataset.sample_lengths
+    plain = epoch_order(702, 5, 0)[:700].view(100, 7).tolist()
+    assert padded(plain, lengths) > 1.8 and padded(batches[:100], lengths) < 1.15
+    longest = [max(lengths[i] for i in batch) for batch in batches[:100]]
+    assert sorted(longest) != longest != sorted(longest, reverse=True)  # long ones come at any time
+
+
+def test_evaluation_puts_samples_of_like_length_together_and_of_each_some_on_every_rank() -> None:
+    dataset, means = Sized(702), []
+    seen: list[int] = []
+    for rank in range(3):
+        context = RankContext(rank=rank, world_size=3)
+        loader = EvaluationLoader(dataset, LoaderConfig(), context, micro_batch_size=10, name="test")
+        batches = [micro.request.indices for micro in loader]
+        assert padded(batches, dataset.sample_lengths) < 1.15
+        seen += chain.from_iterable(batches)
+        means.append(sum(dataset.sample_lengths[i] for batch in batches for i in batch))
+    assert sorted(seen) == list(range(702)) and max(means) < 1.05 * min(means)
+
+
+def test_lengths_of_other_samples_are_refused() -> None:
+    dataset = Sized(10)
+    dataset.__class__ = type("Shorter", (Sized,), {"__len__": lambda _: 9})
+    with pytest.raises(ConfigError, match="sample_lengths of Shorter holds 10 lengths of 9 samples"):
+        steps(0, 1, num_steps=1, dataset=dataset)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 30])

@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import time
@@ -25,7 +26,9 @@ def assert_equal(first: Any, second: Any, path: str = "") -> int:
         return 1
     if isinstance(first, dict):
         assert first.keys() == second.keys(), path
-        return sum(assert_equal(first[key], second[key], f"{path}.{key}") for key in first if key != "config")
+        return sum(
+            assert_equal(first[key], second[key], f"{path}.{key}") for key in first if key not in ("config", "checksum")
+        )
     if isinstance(first, list | tuple):
         assert len(first) == len(second), path
         return sum(assert_equal(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(first, second, strict=True)))
@@ -33,7 +36,7 @@ def assert_equal(first: Any, second: Any, path: str = "") -> int:
     return 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) -> None:
     words = [*RANDOM, f"device_ids={','.join(['cpu'] * num_ranks)}", "checkpoint.every_steps=5", "loader.num_workers=2"]
     project.run(*words)
@@ -78,6 +81,47 @@ def test_stopped_run_saves_and_goes_on(project: Project) -> None:
     assert project.lines("run") == project.lines("undisturbed")
 
 
+def test_stop_during_an_evaluation_saves_at_once_and_repeats_it(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", *RANDOM, "evaluation.micro_batch_size=1", "training.epochs=2")
+    project.run(*words, "name=undisturbed")
+    for _ in range(2):  # in the second evaluation too, which ends the run
+        process = project.start(*words, SECONDS_PER_EVALUATION="0.4")
+        wait_for_lines(project, process, 7)  # the epoch's last step: now 19 batches of 0.4 s
+        time.sleep(1)
+        stopped_at = time.monotonic()
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 143 and time.monotonic() - stopped_at < 10, errors
+        step = project.lines("run")[-1]["step"]
+        assert project.checkpoint("run", step)["early_stopping"]["is_evaluation_pending"]
+    project.run(*words)
+    assert project.lines("run") == project.lines("undisturbed")
+    assert project.lines("run", "validation") == project.lines("undisturbed", "validation")
+    assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def test_second_process_may_not_train_the_same_run(project: Project) -> None:
+    words = ("model.seconds_per_step=0.2", "training.epochs=99")
+    first = project.start("device_ids=cpu,cpu", *words)
+    wait_for_lines(project, first, 1)
+    assert f"on {platform.node()} trains this run already" in project.run(*words, code=2)
+    assert "another name=" in project.run("device_ids=cpu,cpu", *words, code=2)
+    first.kill()
+    first.wait()
+    time.sleep(1)  # its ranks see that it is gone
+    project.run(*words, "training.max_steps=9")  # nobody holds the run any more
+
+
+def test_run_killed_before_its_summary_is_finished(project: Project) -> None:
+    project.run()
+    (project.directory("run") / "summary.json").unlink()
+    (project.directory("run") / "model.safetensors").unlink()
+    before = project.lines("run")
+    project.run()
+    assert project.json("run", "summary.json")["status"] == "complete" and project.lines("run") == before
+    assert (project.directory("run") / "model.safetensors").exists()
+
+
 def test_one_rank_stops_the_same_way(project: Project) -> None:
     process = project.start("model.seconds_per_step=0.05")
     wait_for_lines(project, process, 2)
@@ -101,28 +145,21 @@ def wait_for_lines(project: Project, process: subprocess.Popen[str], more: int) 
 
 
 def test_rules_for_the_same_name_again(project: Project) -> None:
-    again, changed, never = project.session(
-        [],
-        [],
-        ["optimizer.learning_rate=1", "seed=7"],
-        ["checkpoint.resume=never"],
-        codes=[0, 0, 2, 2],
-    )[1:]
-    assert "run run is complete: 21 steps" in again
+    project.run()
+    assert "run run is complete: 21 steps" in project.run()
+    changed = project.run("optimizer.learning_rate=1", "seed=7", code=2)
     assert "optimizer.learning_rate: 0.01 -> 1.0" in changed and "seed: 42 -> 7" in changed and "name=" in changed
-    assert "checkpoint.resume=never" in never
+    assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
     before = project.lines("run")
     checkpoints = project.directory("run") / "checkpoints"
     (checkpoints / "step_00000021.pt").write_bytes(b"half a file")
-    damaged, longer, _ = project.session(
-        [],  # goes on from step 14
-        ["training.epochs=4", "logging.every_steps=2"],
-        ["name=branch", f"checkpoint.resume={checkpoints / 'step_00000014.pt'}", "optimizer.learning_rate=0.001"],
-        codes=[0, 0, 0],
-    )
+    damaged = project.run()
     assert "step_00000021.pt cannot be read" in damaged and "resuming after step 14" in damaged
     assert project.lines("run")[:21] == before
+    longer = project.run("training.epochs=4", "logging.every_steps=2")
     assert "training.epochs was 3, is 4" in longer and project.json("run", "summary.json")["steps"] == 28
+    source = checkpoints / "step_00000014.pt"
+    project.run("name=branch", f"checkpoint.resume={source}", "optimizer.learning_rate=0.001")
     assert [line["step"] for line in project.lines("branch")] == list(range(15, 22))
 
 

@@ -1,5 +1,6 @@
 """What `python run.py` offers: `train` is run.py's own, each other command is a file here with a function
-`main(config)`.
+`main(config)`; predict's is `main(config, source)`, and the doctor's `main(line)`, as it also reports on a config that
+cannot be read.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import Config
 from ..validation import ConfigError
 
 USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
 
 Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
   python run.py device_ids=0,2 training.epochs=3 name=first
-  python run.py evaluate evaluation.split=test"""
+  python run.py evaluate evaluation.split=test
+  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes
+  python run.py doctor --json"""
 
 
 class CommandLine(NamedTuple):
@@ -27,6 +29,9 @@ class CommandLine(NamedTuple):
     command: str
     config_path: Path
     overrides: list[str]
+    is_json: bool = False
+    source: str | None = None
+    """What to predict: predict's own word."""
 
 
 def available_commands() -> list[str]:
@@ -38,7 +43,8 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
     """Command, config file and overrides. ConfigError for a word that is none of these; SystemExit(0) after --help."""
     commands = available_commands()
     command: str | None = None
-    config_path, overrides = default_config, list[str]()
+    config_path, overrides, is_json = default_config, list[str](), False
+    source: str | None = None
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -49,8 +55,14 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             config_path = Path(rest.pop(0))
         elif word.startswith("--config="):
             config_path = Path(word.removeprefix("--config="))
+        elif word == "--json" and command == "doctor":
+            is_json = True
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
+        elif command == "predict" and not re.match(r"[a-z_]+(\.[a-z_]+)*=|--[a-z]", word):
+            if source is not None:
+                raise ConfigError(f"predict {source} {word}: takes one input. Put quotes around a sentence.")
+            source = word
         elif command is None and not overrides and not re.search(r"[=.]|^-", word):
             if word not in commands:
                 close = get_close_matches(word, commands, n=1)
@@ -59,10 +71,17 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             command = word
         else:
             overrides.append(word)
-    return CommandLine(command or "train", config_path, overrides)
+    if command == "predict" and not source:
+        raise ConfigError("predict: what? Write python run.py predict FILE, or predict 'a sentence'.")
+    return CommandLine(command or "train", config_path, overrides, is_json, source)
 
 
-def run_command(command: str, config: Config) -> int:
+def run_command(line: CommandLine) -> int:
     """The exit code of one of the commands beside train."""
-    code: int = import_module(f".{command}", __package__).main(config)
-    return code
+    command = import_module(f".{line.command}", __package__)
+    if line.command == "doctor":
+        return int(command.main(line))
+    from ..config import load_config
+
+    config = load_config(line.config_path, line.overrides)
+    return int(command.main(config, line.source) if line.command == "predict" else command.main(config))

@@ -2,68 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config, to_dict
 from ..launching.distributed import RankContext, current_context, from_main, pack, unpack
-from ..launching.launcher import find_devices, find_world_size, launch
+from ..launching.launcher import find_node, launch
 from ..strategies import create_strategy
-from ..training.checkpoint import CheckpointFolder, check_weights, load_checkpoint
+from ..strategies.base import Strategy
+from ..training.checkpoint import CheckpointFolder, check_weights, load_checkpoint, shapes_of
 from ..training.evaluation import Evaluator
 from ..training.logs import get_logger, rank_logs
 from ..training.random_state import seed_generators
+from ..training.report import report_stem, show_report
 from ..training.resuming import check_same_values
 from ..training.run_files import run_directory, write_json
+from ..training.watchdog import hang_watched
 from ..validation import ConfigError
+
+Data = TypeVar("Data")
 
 
 def main(config: Config) -> int:
     """The exit code of evaluating on the devices of the config."""
-    devices = find_devices(config)
-    return launch(evaluate_fn, config, devices, find_world_size(devices))
+    node = find_node(config)
+    return launch(evaluate_fn, config, node, sum(node.num_ranks))
 
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     """What each rank does: evaluate each checkpoint of `evaluation.checkpoint` on `evaluation.split`."""
     context, directory = current_context(), run_directory(config)
-    with rank_logs(directory, context):
-        results = [evaluate_checkpoint(path, config, context) for path in _paths(config, directory)]
+    paths = find_checkpoints(config, directory)  # before anything is written: the run may not exist
+    with rank_logs(directory, context), hang_watched(context, config.launch, directory):
+        results = [evaluate_checkpoint(path, config, context) for path in paths]
         if context.is_main:
             write_json(directory / "evaluation.json", results[0] if len(results) == 1 else {"evaluations": results})
+            for result, path in zip(results, paths, strict=True):
+                stem = report_stem(directory, result["split"], path.stem)
+                if Path(f"{stem}.json").exists():
+                    get_logger().info("%s\n", show_report(stem))
             get_logger().info("%s", _table(results))
 
 
 def evaluate_checkpoint(path: Path, config: Config, context: RankContext) -> dict[str, Any]:
     """{"split", "checkpoint", "step", "epoch", "loss", <metrics>, "num_samples"}; all ranks call it."""
-    state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
-    check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}")
-    seed_generators(config.seed)
-    with context.local_rank_first():
-        splits = dict(zip(("train", "validation", "test"), user_data.build_datasets(config.data), strict=False))
+    state, strategy, datasets = restore(path, config, context, lambda: user_data.build_datasets(config.data))
+    splits = dict(zip(("train", "validation", "test"), datasets, strict=False))
     split = config.evaluation.split
     if split not in splits:
         raise ConfigError(
             f"evaluation.split={split}: build_datasets() in dataset.py returns {', '.join(splits)} only. "
             "Return a third data set for testing, or set evaluation.split=validation."
         )
-    model = user_model.build_model(config.model)
-    check_weights(model, state["model"], f"checkpoint {path}")
-    model.load_state_dict(state["model"])
-    strategy = create_strategy(config, context)
-    strategy.prepare(model)
     evaluator = Evaluator(splits[split], split, config, context)
     values = evaluator.run(strategy)
+    evaluator.write_report(run_directory(config), path.stem, state["step"])
     counts = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"]}
     return {**counts, **values, "num_samples": evaluator.num_samples}
 
 
-def _paths(config: Config, directory: Path) -> list[Path]:
+def restore(
+    path: Path, config: Config, context: RankContext, build_data: Callable[[], Data]
+) -> tuple[dict[str, Any], Strategy, Data]:
+    """A checkpoint's state, its weights under the config's strategy, and what build_data gives; all ranks call it."""
+    state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
+    check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}")
+    seed_generators(config.seed)
+    with context.local_rank_first():
+        data = build_data()
+    check_same_values(state["config"], to_dict(config), ("data.fingerprint",), f"checkpoint {path}")
+    model = user_model.build_model(config.model)
+    check_weights(shapes_of(model), state["model"], f"checkpoint {path}")
+    model.load_state_dict(state["model"])
+    strategy = create_strategy(config, context)
+    strategy.prepare(model)
+    return state, strategy, data
+
+
+def find_checkpoints(config: Config, directory: Path) -> list[Path]:
+    """The files that `evaluation.checkpoint` names; all ranks call it."""
+
     def find() -> list[Path]:
         checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
         named = {"best": checkpoints.best, "last": checkpoints.latest() or checkpoints.folder / "step_*.pt"}
+        if not directory.exists() and named.keys() & set(config.evaluation.checkpoint):
+            runs = sorted(path.parent.name for path in directory.parent.glob("*/checkpoints"))
+            there = f"there are {', '.join(runs)}" if runs else "nothing was trained here yet"
+            raise ConfigError(f"name={config.name}: there is no {directory}; {there}. Train first, or name another.")
         return [named.get(word) or Path(word) for word in config.evaluation.checkpoint]
 
     paths: list[Path] = from_main(find)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +33,21 @@ class RankContext:
     local_world_size: int = 1
     node_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    devices: tuple[torch.device, ...] = ()
+    """All devices of this process, `device` first: it is the only one unless the process drives several
+    (data_parallel).
+    """
     device_notes: tuple[str, ...] = ()
     """For the log: which GPU of this node became which cuda:i, and why others did not."""
     started_at: float = field(default_factory=time.time)
     """When the command was started, in seconds since 1970."""
     store: dist.Store | None = None
     """What the ranks tell each other without a collective (a TCPStore); None with one rank."""
+    abort: Callable[[str], None] = print
+    """Tells the launching process why this rank is about to end: for threads, which cannot raise where others wait."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", self.devices or (self.device,))
 
     @property
     def is_main(self) -> bool:
@@ -88,11 +98,59 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
     )
 
 
+def join_alone(context: RankContext) -> None:
+    """With one rank: join a group of its own, for libraries that cannot do without."""
+    if not dist.is_initialized():
+        join_group(replace(context, store=dist.HashStore()), "auto", timedelta(minutes=10))
+
+
+_farewells: list[Callable[[], None]] = []
+
+
+def before_leaving(farewell: Callable[[], None]) -> None:
+    """Call `farewell` when all ranks leave the process group: for libraries with connections of their own."""
+    _farewells.append(farewell)
+
+
 def leave_group() -> None:
     """Destroy the process group. Model and optimizer must be gone: with DDP as its last owner, gloo would hang."""
     gc.collect()
+    while _farewells:
+        barrier()
+        _farewells.pop()()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def launch_variables(context: RankContext) -> dict[str, str]:
+    """This rank's place as torchrun tells it, for libraries that read it there; they compute on GPU LOCAL_RANK."""
+    return {
+        "RANK": str(context.rank),
+        "WORLD_SIZE": str(context.world_size),
+        "LOCAL_RANK": str(context.local_rank if context.device.index is None else context.device.index),
+        "LOCAL_WORLD_SIZE": str(context.local_world_size),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),  # read by none: the group is there
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
+    }
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """In the body these variables are set, or unset (None)."""
+    former = {name: os.environ.get(name) for name in changes}
+
+    def change(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    change(changes)
+    try:
+        yield
+    finally:
+        change(former)
 
 
 def barrier() -> None:

@@ -1,201 +1,196 @@
 """Runs one function once per rank: in this process, in processes started here, or joined to torchrun and its like.
 
-Started here or by torchrun, a rank sees the same: a place (RankContext), a process group, its own device. The
-environment is read in this file alone.
+However it was started, a rank sees the same: a place (RankContext), a process group, its own device (ranks.py). Who
+starts the processes is asked in environment.py, which devices they have in devices.py.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..config import Config
-from ..validation import ConfigError
-from .devices import choose_devices, describe_devices
-from .distributed import RankContext, join_group, leave_group, set_context
-from .processes import OUT_OF_MEMORY, STOPPED, Failure, num_usable_cores, process_started_at, run_processes
+from ..validation import ConfigError, one_line
+from .devices import Devices, take_devices
+from .distributed import RankContext
+from .environment import Launched, find_launcher
+from .meeting import fingerprint, open_store
+from .network import choose_interface
+from .nodes import Nodes, ask
+from .processes import OUT_OF_MEMORY, STOPPED, run_processes
+from .ranks import RunFunction, go_on, print_failure, run_launched_rank, run_rank_here, run_started_rank
+from .starting import PARENT_AT_START, die_with_parent, process_started_at
 
-RunFunction = Callable[[int, int, Config], None]
-Report = Callable[[Failure], None]
-
-MAX_TEXT = 15_000
-"""Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
-
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ONE_PROCESS = ("data_parallel",)
+"""Strategies whose single process drives all devices."""
 
 
-def find_devices(config: Config, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """This node's devices, one a local rank. ConfigError for what is not there, or not what the launcher started."""
+@dataclass(frozen=True)
+class Node:
+    """This node's part of a run: its devices, one a local rank, and how its ranks come to be."""
+
+    devices: Devices
+    num_ranks: list[int]
+    """Of each node: one a device. A launcher tells their sum alone: one number."""
+    launched: Launched | None = None
+    """This process's place, if a launcher has started it."""
+    store: dist.Store | None = None
+    """Where the launcher's ranks meet."""
+    nodes: Nodes | None = None
+    """The other nodes, if they were started by hand."""
+    started_at: float = field(default_factory=process_started_at)
+
+    @property
+    def num_local_ranks(self) -> int:
+        """One a device; one in all where a single process drives them."""
+        return len(self.devices.names) if self.launched or self.nodes else self.num_ranks[0]
+
+
+def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
+    """The devices and ranks of this node, agreed with the other nodes. ConfigError for what is not there."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # ids as nvidia-smi shows them; CUDA has not started yet
-    devices = choose_devices(config.device_ids, config.launch, environment)
-    if not _is_launched(environment):
-        return devices
-    if missing := [name for name in LAUNCHER_VARIABLES if name not in environment]:
-        raise ConfigError(
-            f"the environment is half set: {', '.join(missing)} missing beside RANK or WORLD_SIZE. "
-            "Unset those and type `python run.py`, or start with torchrun, which sets all."
-        )
-    num_local_ranks = int(environment["LOCAL_WORLD_SIZE"])
-    if config.device_ids == "auto" and devices == ["cpu"]:
-        devices = ["cpu"] * num_local_ranks
-    if len(devices) != num_local_ranks:
-        raise ConfigError(
-            f"device_ids={config.device_ids} names {len(devices)} devices, but the launcher started "
-            f"{num_local_ranks} ranks on this node. Use --nproc-per-node={len(devices)}, or name {num_local_ranks} "
-            "devices."
-        )
-    return devices
+    launched = find_launcher(environment, config.launch)
+    if launched is not None:
+        return _join(config, launched, environment)
+    devices = take_devices(config.device_ids, config.launch, environment)
+    if config.launch.nodes == 1:
+        return Node(devices, [1 if config.strategy in ONE_PROCESS else len(devices.names)])
+    choose_interface(config.launch.network_interface, config.launch.master_addr)
+    nodes = Nodes(config.launch, len(devices.names), fingerprint(config))
+    return Node(devices, nodes.num_devices, nodes=nodes)
 
 
-def find_world_size(devices: list[str], environment: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks: one a device; under a launcher what it says, which is the sum over its nodes."""
-    return int(environment["WORLD_SIZE"]) if _is_launched(environment) else len(devices)
-
-
-def launch(run_fn: RunFunction, config: Config, devices: list[str], world_size: int) -> int:
+def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
-    if _is_launched(os.environ):
-        return _run_launched_rank(run_fn, config, devices, world_size)
-    attempt = _run_here if world_size == 1 else _start_ranks
-    while (code := attempt(run_fn, config, devices)) == OUT_OF_MEMORY:
-        config = _go_on(config)
+    places = [_place(node, local_rank, world_size) for local_rank in range(node.num_local_ranks)]
+    if node.launched is not None:
+        return run_launched_rank(run_fn, config, places[node.launched.local_rank], node.launched)
+    while (code := _attempt(run_fn, config, node, places)) == OUT_OF_MEMORY:
+        config = go_on(config)
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
+    if node.nodes is not None:
+        node.nodes.leave(is_failure=code not in (0, *STOPPED))
     return code
 
 
-def _run_here(run_fn: RunFunction, config: Config, devices: list[str]) -> int:
-    context = RankContext(device=torch.device(devices[0]), **_origin(config, devices))
-    return _run_rank(run_fn, config, context, partial(_print_failure, device=devices[0]))
-
-
-def _is_launched(environment: Mapping[str, str]) -> bool:
-    return "RANK" in environment or "WORLD_SIZE" in environment
-
-
-def _start_ranks(run_fn: RunFunction, config: Config, devices: list[str]) -> int:
-    # The system chooses the port, and this store holds it until the last rank has ended: no two runs can collide.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _attempt(run_fn: RunFunction, config: Config, node: Node, places: list[RankContext]) -> int:
+    """The exit code of one start of this node's ranks."""
+    if places[0].world_size == 1:
+        return run_rank_here(run_fn, config, places[0])
+    if node.nodes is None:
+        # The system chooses the port, and this store holds it until the last rank has ended: no two runs can collide.
+        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        address = "127.0.0.1", own.port, "run"
+        store: dist.Store = dist.PrefixStore("run", own)
+        choose_interface(config.launch.network_interface, "127.0.0.1")
+    else:
+        store, prefix = node.nodes.begin_attempt()
+        address = config.launch.master_addr, config.launch.master_port, prefix
 
     def ask_to_stop(number: int) -> bool:
-        if not store.check(["stop/ready"]):
+        if not ask(lambda: store.check(["stop/ready"]), seconds=5):
             return False
         store.set("stop/signal", str(int(number)))
         return True
 
-    place = RankContext(world_size=len(devices), local_world_size=len(devices), **_origin(config, devices))
-    environment = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        **({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "NCCL_DEBUG": "INFO"} if config.launch.debug else {}),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0"),
-    }
     code, failure = run_processes(
-        _run_started_rank,
-        [
-            (run_fn, config, replace(place, rank=rank, local_rank=rank, device=torch.device(device)), store.port)
-            for rank, device in enumerate(devices)
-        ],
+        run_started_rank,
+        [(run_fn, config, place, address) for place in places],
         start_method=config.launch.start_method,
-        environment=environment,
+        environment={name: os.environ[name] for name in PASSED_ON if name in os.environ},
         ask_to_stop=ask_to_stop,
+        peers=node.nodes,
     )
-    if failure is not None and code != OUT_OF_MEMORY:
-        _print_failure(failure, devices[failure.rank])
+    if node.nodes is not None and (ended := node.nodes.ended_elsewhere()) is not None:
+        other, code = ended
+        print(f"node {other} ended first, with exit code {code}: it says why", file=sys.stderr)
+    elif failure is not None and code != OUT_OF_MEMORY:
+        print_failure(failure, places[failure.local_rank])
     return code
 
 
-def _run_started_rank(run_fn: RunFunction, config: Config, place: RankContext, port: int, report: Report) -> int:
-    return _run_rank(run_fn, config, replace(place, store=dist.TCPStore("127.0.0.1", port, is_master=False)), report)
+PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""What this process sets: a fork server's children have the environment of the server's start."""
 
 
-def _run_launched_rank(run_fn: RunFunction, config: Config, devices: list[str], world_size: int) -> int:
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    # torchrun's agent serves the store itself; other launchers leave that to rank 0.
-    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: dist.Store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_served
-    )
-    # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
-    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        config = _go_on(config)
-    context = RankContext(
+def _place(node: Node, local_rank: int, world_size: int) -> RankContext:
+    launched, nodes = node.launched, node.nodes
+    if launched is not None:
+        rank, node_rank = launched.rank, launched.node_rank
+    else:
+        rank, node_rank = (nodes.first_rank + local_rank, nodes.node_rank) if nodes else (local_rank, 0)
+    return RankContext(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=len(devices),
-        node_rank=int(os.environ.get("GROUP_RANK", "0")),
-        device=torch.device(devices[local_rank]),
-        **_origin(config, devices),
-        store=store if world_size > 1 else None,
+        local_world_size=node.num_local_ranks,
+        node_rank=node_rank,
+        device=torch.device(node.devices.names[local_rank]),
+        devices=tuple(map(torch.device, node.devices.names[local_rank :: node.num_local_ranks])),
+        device_notes=tuple(node.devices.notes),
+        started_at=node.started_at,
+        store=node.store,
     )
 
-    def report(failure: Failure) -> None:
-        if store.add("failures", 1) == 1:  # the others' lost connections follow from the first
-            _print_failure(failure, devices[local_rank])
 
-    code = _run_rank(run_fn, config, context, report)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
-
-
-def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, report: Report) -> int:
-    """What every rank does, however it was started: join, run, leave."""
-    torch.set_num_threads(_num_threads(context.local_world_size))
-    set_context(context)
-    code = 0
-    try:
-        join_group(context, config.launch.backend, timedelta(minutes=config.launch.timeout_minutes))
-        run_fn(context.rank, context.world_size, config)
-    except ConfigError as error:
-        report(Failure(context.rank, 2, str(error)[:MAX_TEXT], time.time()))
-        return 2
-    except KeyboardInterrupt:
-        return STOPPED[0]
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        report(Failure(context.rank, 1, traceback.format_exc()[-MAX_TEXT:], time.time()))
-        return 1
-    if code in (0, *STOPPED):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
-        leave_group()
-    return code
-
-
-def _go_on(config: Config) -> Config:
-    """For another attempt at the same run: resume=never was said of what lay there before the first."""
-    if config.checkpoint.resume != "never":
-        return config
-    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
-
-
-def _origin(config: Config, devices: list[str]) -> dict[str, Any]:
-    notes = describe_devices(config.device_ids, devices, config.launch, os.environ)
-    return {"started_at": process_started_at(), "device_notes": tuple(notes)}
-
-
-def _num_threads(num_local_ranks: int) -> int:
-    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
-    return max(1, num_usable_cores() // num_local_ranks)
-
-
-def _print_failure(failure: Failure, device: str) -> None:
-    if failure.exit_code == 2:
-        print(f"error: {failure.text}", file=sys.stderr)
-    else:
-        print(
-            f"rank {failure.rank} ({socket.gethostname()}, {device}) failed:\n{failure.text}",
-            file=sys.stderr,
-            flush=True,
+def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
+    """The node as its launcher has cut it. With `auto`, local rank 0 chooses devices for its neighbours."""
+    if config.launch.nodes != 1:
+        raise ConfigError(
+            f"launch.nodes={config.launch.nodes}: {launched.launcher} has started this process, and says itself how "
+            "many nodes there are. Leave launch.nodes at 1."
         )
+    if config.strategy in ONE_PROCESS:
+        raise ConfigError(
+            f"strategy={config.strategy}: one process drives all devices, and {launched.launcher} has started one for "
+            "each. Type `python run.py`, or set strategy=ddp."
+        )
+    die_with_parent(PARENT_AT_START)  # torchrun's agent, when killed, leaves its ranks behind
+    choose_interface(config.launch.network_interface, launched.master_addr)
+    store, launched = open_store(launched, timedelta(minutes=config.launch.timeout_minutes))
+    key = f"devices/{launched.node_rank}"
+    if not str(config.device_ids).startswith("auto"):
+        devices = take_devices(config.device_ids, config.launch, environment)
+    elif launched.local_rank == 0:
+        try:
+            is_plain = config.device_ids == "auto"
+            wanted = f"auto:{launched.local_world_size}" if is_plain else config.device_ids
+            # After a restart the killed ranks' memory and locks may take a moment to be free.
+            patience = max(config.launch.wait_minutes, 0.5) if launched.attempt else config.launch.wait_minutes
+            options = replace(config.launch, wait_minutes=patience)
+            devices = take_devices(wanted, options, environment, is_cpu_enough=is_plain)
+        except ConfigError as error:
+            store.set(key, f"error: {error}")
+            raise
+        store.set(key, " ".join(devices.names))
+    else:
+        answer = store.get(key).decode()
+        if answer.startswith("error: "):
+            raise ConfigError(answer.removeprefix("error: "))
+        devices = Devices(answer.split(), [])
+    return Node(_matched(config, devices, launched), [launched.world_size], launched, store)
+
+
+def _matched(config: Config, devices: Devices, launched: Launched) -> Devices:
+    """One device for each rank that the launcher has started on this node, or a ConfigError with both numbers."""
+    names, num_ranks = devices.names, launched.local_world_size
+    if names == ["cpu"] and config.device_ids == "auto":
+        return devices._replace(names=["cpu"] * num_ranks)
+    if len(names) == num_ranks:
+        return devices
+    how = {
+        "torchrun": f"--nproc-per-node={len(names)}",
+        "deepspeed": f"--num_gpus={len(names)}",
+        "srun": f"--ntasks-per-node={len(names)}",
+    }
+    raise ConfigError(
+        f"device_ids={one_line(config.device_ids)}: names {len(names)} devices, but {launched.launcher} started "
+        f"{num_ranks} ranks on this node. Use {how.get(launched.launcher, f'-np {len(names)}')}, or name {num_ranks} "
+        "devices."
+    )

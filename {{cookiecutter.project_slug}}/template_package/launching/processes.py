@@ -6,27 +6,22 @@ outlives its parent.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+
+from .starting import ENDINGS, choose_start_method, die_with_parent, signals_held_back
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a run to stop. A lost terminal (SIGHUP) counts as SIGTERM."""
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
 
@@ -35,59 +30,23 @@ OUT_OF_MEMORY = 75
 class Failure:
     """Why a rank ended: `text` is a traceback, or the one line of a user's mistake (exit_code 2)."""
 
-    rank: int
+    local_rank: int
     exit_code: int
     text: str
     time: float
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may use (a scheduler may have given it fewer than the machine has)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+Report = Callable[[Failure], None]
 
 
-def process_started_at() -> float:
-    """When this process began, in seconds since 1970 (elsewhere than on Linux: about now)."""
-    if sys.platform != "linux":
-        return time.time()
-    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+class Peers(Protocol):
+    """The launching processes of the other nodes."""
 
+    def announce(self, code: int) -> None:
+        """Tell them that ranks of this node have failed."""
 
-def die_with_parent() -> None:
-    """Ask the system to kill this process when its parent is gone (Linux), so that none is left on a GPU."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def warm_up(words: Sequence[str], config_path: Path) -> None:
-    """Start the fork server, if these words and this config look like several ranks: it imports what is slow, once for
-    all of them, while this process reads the config. A wrong guess costs time alone.
-    """
-    if sys.platform != "linux" or "RANK" in os.environ:
-        return
-    # None of it may touch CUDA: a forked child could not use it. So nothing of yours is among them.
-    modules = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "omegaconf")
-    multiprocessing.set_forkserver_preload(list(modules))
-    text = config_path.read_text(encoding="utf-8", errors="replace") if config_path.is_file() else ""
-    text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
-    device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
-    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    if device_ids and ("," in device_ids[-1] or (device_ids[-1].startswith("auto") and num_gpus > 1)):
-        with _signals_held_back():
-            forkserver.ensure_running()
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Processes started in the body begin with these signals blocked: a fork server would otherwise die of them."""
-    resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    def has_ended(self) -> bool:
+        """Whether one of them has told that, or is gone."""
 
 
 def run_processes(
@@ -97,40 +56,41 @@ def run_processes(
     start_method: str,
     environment: Mapping[str, str],
     ask_to_stop: Callable[[int], bool],
+    peers: Peers | None = None,
 ) -> tuple[int, Failure | None]:
     """The exit code of `work(*arguments[i], report)` run in one process for each i, and the first failure.
 
     environment: variables that all of them have. ask_to_stop(signal number) is called on the first SIGINT or
     SIGTERM and returns False if the ranks cannot stop by themselves yet; then, and on a second signal, they are
-    killed.
+    killed; and when a peer has ended.
     """
-    context: Any = multiprocessing.get_context(_start_method(start_method))
+    context: Any = multiprocessing.get_context(choose_start_method(start_method))
     processes, reports = [], []
     for own_arguments in arguments:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
-        with _signals_held_back():
+        with signals_held_back():
             process.start()
         sender.close()
         processes.append(process)
         reports.append(receiver)
     with _Signals() as signals:
-        return _supervise(processes, reports, signals, ask_to_stop)
-
-
-def _start_method(name: str) -> str:
-    if name != "auto":
-        return name
-    return "forkserver" if sys.platform == "linux" else "spawn"
+        return _supervise(processes, reports, signals, ask_to_stop, peers)
 
 
 def _supervise(
-    processes: list[BaseProcess], reports: list[Connection], signals: _Signals, ask_to_stop: Callable[[int], bool]
+    processes: list[BaseProcess],
+    reports: list[Connection],
+    signals: _Signals,
+    ask_to_stop: Callable[[int], bool],
+    peers: Peers | None,
 ) -> tuple[int, Failure | None]:
     is_asked = False
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
         if any(process.exitcode not in (None, 0, *STOPPED) for process in processes):
+            break
+        if peers is not None and peers.has_ended():
             break
         if signals.received.count(signal.SIGINT) > 1:
             break
@@ -138,6 +98,8 @@ def _supervise(
             is_asked = True
             if not ask_to_stop(signals.received[0]):
                 break
+    if peers is not None and (codes := [p.exitcode for p in processes if p.exitcode not in (None, 0, *STOPPED)]):
+        peers.announce(max(1, *codes))  # at once: their ranks are about to lose their connections to these
     if alive and not signals.received:
         time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
     failures = _failures(processes, reports)
@@ -156,7 +118,7 @@ def _supervise(
 def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[Failure]:
     """What went wrong, the cause first: a killed rank says nothing, and its neighbours report lost connections."""
     failures = []
-    for rank, (process, report) in enumerate(zip(processes, reports, strict=True)):
+    for local_rank, (process, report) in enumerate(zip(processes, reports, strict=True)):
         code = process.exitcode
         if report.poll():
             try:
@@ -166,9 +128,9 @@ def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[F
                 pass
         if code is not None and code < 0:
             text = f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
-            failures.append(Failure(rank, 1, text, 0.0))
+            failures.append(Failure(local_rank, 1, text, 0.0))
         elif code is not None and code > 0 and code not in STOPPED:
-            failures.append(Failure(rank, code, f"ended with exit code {code}", 0.0))
+            failures.append(Failure(local_rank, code, f"ended with exit code {code}", 0.0))
     return sorted(failures, key=lambda failure: failure.time)
 
 
@@ -196,7 +158,7 @@ def _end_with_launcher() -> None:
 
 
 class _Signals:
-    """Collects SIGINT and SIGTERM (a lost terminal counts as one) while the ranks run; then puts the handlers back."""
+    """Collects what asks the run to stop, while the ranks run; then puts the handlers back."""
 
     def __enter__(self) -> _Signals:
         self.received: list[int] = []
@@ -209,4 +171,4 @@ class _Signals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: object) -> None:
-        self.received.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        self.received.append(number if number == signal.SIGINT else signal.SIGTERM)

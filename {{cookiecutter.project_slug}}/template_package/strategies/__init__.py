@@ -4,17 +4,32 @@ from importlib import import_module
 
 from ..config import Config
 from ..launching.distributed import RankContext
+from ..validation import ConfigError
 from .base import Strategy
 
-CLASSES = {"ddp": "DistributedDataParallelStrategy"}
+CLASSES = {
+    "ddp": "DistributedDataParallelStrategy",
+    "data_parallel": "DataParallelStrategy",
+    "fsdp": "FullyShardedStrategy",
+    "accelerate": "AccelerateStrategy",
+    "deepspeed": "DeepSpeedStrategy",
+    "horovod": "HorovodStrategy",
+}
+"""In the file of the strategy's name; a project holds those that it was made with."""
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
-    """The strategy that the config names. With one rank `ddp` has nothing to average, so it is the plain one."""
-    if config.strategy == "ddp" and context.world_size == 1:
+    """The strategy that the config names; the plain one for `ddp` and `fsdp` if a single rank has nothing to share."""
+    is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
+    if is_plain and context.world_size == 1:
         return Strategy(config.training, context)
-    module = import_module(f".{config.strategy}", __package__)
-    strategy: Strategy = getattr(module, CLASSES[config.strategy])(
-        config.training, context, getattr(config, config.strategy)
-    )
+    options = getattr(config, config.strategy, config.ddp)  # the strategy's own section, if it has one
+    try:
+        module = import_module(f".{config.strategy}", __package__)
+        strategy: Strategy = getattr(module, CLASSES[config.strategy])(config.training, context, options)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"strategy={config.strategy}: {error.name} is not installed. Type: "
+            f"python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
+        ) from None
     return strategy

@@ -34,6 +34,8 @@ class Strategy:
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer
+    has_collective_forward = False
+    """Whether a forward pass waits for the other ranks: then all must run micro-batches of one size."""
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -43,11 +45,15 @@ class Strategy:
         self.num_skipped_steps = torch.zeros((), dtype=torch.int64, device=context.device)
         """Steps that the scaler has skipped, because their scaled gradients overflowed; counted on the device."""
 
+    def build(self, build_model: Callable[[], nn.Module]) -> nn.Module:
+        """The user's model, on the CPU, for prepare()."""
+        return build_model()
+
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, then build the optimizer on what is there (none: for evaluation
         only).
         """
-        self.module = model.to(self.context.device)
+        self.module = self.place(model)
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
@@ -56,6 +62,10 @@ class Strategy:
         self._parameters = list(self.module.parameters())
         if build_optimizer is not None:
             self.optimizer = build_optimizer(self.module)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model on the device, before it is compiled and wrapped."""
+        return model.to(self.context.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """What compute_loss calls instead of the module."""
@@ -83,7 +93,7 @@ class Strategy:
         """One step from the gradients, which are then gone; their global norm before clipping, if they are clipped."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
-        norm = None if max_gradient_norm is None else clip_grad_norm_(self.module.parameters(), max_gradient_norm)
+        norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         if self.scaler.is_enabled():
             self._step_scaled()
         else:
@@ -91,6 +101,10 @@ class Strategy:
         for parameter in self._parameters:  # as optimizer.zero_grad(), at a tenth of its 20 microseconds
             parameter.grad = None
         return norm
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients to `max_norm`; returns their global norm before, on the device."""
+        return clip_grad_norm_(self._parameters, max_norm)
 
     @contextmanager
     def allocated_state(self) -> Iterator[None]:
@@ -114,15 +128,14 @@ class Strategy:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model = {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
         has_state = bool(self.optimizer.state)
         optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options) if has_state else {}
-        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        return {"model": self.get_weights(), "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict() gave, under any strategy; all ranks call it with the same whole state."""
-        self.module.load_state_dict(state["model"])
+        self.set_weights(state["model"])
         if state["optimizer"]:
             options = StateDictOptions(full_state_dict=True, strict=False)
             set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
@@ -131,6 +144,22 @@ class Strategy:
                     self.optimizer.state.pop(parameter, None)
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each tensor in the model's state dict, whole."""
+        return {name: tensor.shape for name, tensor in self.module.state_dict().items()}
+
+    def get_weights(self) -> dict[str, Tensor]:
+        """The model's state dict on the CPU; all ranks call it, rank 0's is whole."""
+        return {name: tensor.detach().cpu() for name, tensor in self.module.state_dict().items()}
+
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Take over such a state dict, which every rank has whole."""
+        self.module.load_state_dict(weights)
+
+    def local_weights(self) -> list[Tensor]:
+        """What this rank holds of the parameters: all of it, or its part."""
+        return [parameter.detach() for parameter in self.module.parameters()]
 
     @property
     def num_devices(self) -> int:

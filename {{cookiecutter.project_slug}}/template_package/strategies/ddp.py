@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
 from .base import Strategy
+from .numerics import own_statistics, synchronize_batchnorm
 
 
 class DistributedDataParallelStrategy(Strategy):
@@ -25,15 +25,15 @@ class DistributedDataParallelStrategy(Strategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         super().__init__(config, context)
         self._options = options
+        if options.gradient_compression == "bf16" and not dist.is_nccl_available():
+            raise ConfigError(
+                "ddp.gradient_compression=bf16: torch has it with NCCL only, which this build has not. Set it to fp16."
+            )
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """The module in DDP, which copies rank 0's weights to all."""
         if self.config.sync_batchnorm:
-            if self.context.device.type == "cpu":
-                raise ConfigError(
-                    "training.sync_batchnorm=true: torch has it on GPUs only. Set it to false on CPU ranks."
-                )
-            self.module = module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+            self.module = module = synchronize_batchnorm(module, self.context.device)
         model = DistributedDataParallel(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -53,8 +53,9 @@ class DistributedDataParallelStrategy(Strategy):
 
     def synchronize_buffers(self) -> None:
         """Rank 0's buffers on every rank."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, src=0)
+        if self.context.world_size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=0)
 
     def check_gradients(self) -> None:
         """ConfigError that names the parameters without a gradient: DDP would wait for them in every step."""
@@ -70,12 +71,7 @@ class DistributedDataParallelStrategy(Strategy):
         """Parameters, and buffers but for BatchNorm's statistics: each rank's own until they are synchronised."""
         if not with_buffers:
             return dict(self.module.named_parameters())
-        own = {
-            f"{name}.{key}".removeprefix(".")
-            for name, module in self.module.named_modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-            for key, _ in module.named_buffers(recurse=False)
-        }
+        own = own_statistics(self.module)
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in own}
 
     def state_dict(self) -> dict[str, Any]:

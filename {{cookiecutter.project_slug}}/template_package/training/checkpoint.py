@@ -4,9 +4,12 @@ whole.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,15 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from .. import model as user_model
+from ..model import ModelConfig
 from ..validation import ConfigError
+from .checksum import checksum
+from .logs import get_logger
 
 FORMAT_VERSION = 1
+PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
+"""What may be over in a moment: a network disk that stumbles, a full one that somebody clears."""
 
 
 class CheckpointFolder:
@@ -44,7 +53,8 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint; drop those that are no longer among the last."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
-        write_whole(path, lambda beside: torch.save(state, beside))
+        content = {**state, "checksum": checksum(state)}
+        write_whole(path, lambda beside: _save(content, beside))
         if self._keep_last is not None and not is_best:
             # A later one is what could not be read at the last start: no reason to drop what is written now.
             own = [path for path in self.steps() if int(path.stem[5:]) <= state["step"]]
@@ -53,17 +63,42 @@ class CheckpointFolder:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, flush it to the disk, and give it the name."""
+    """Let `write` fill a file beside `path`, flush it to the disk, give it the name; OSError if the disk refuses."""
+    for seconds in (1.0, 2.0, None):
+        try:
+            return _write_whole(path, write)
+        except OSError as error:
+            if error.errno is not None and error.filename is None:
+                error.filename = str(path)
+            if seconds is None or error.errno not in PASSING:
+                raise
+            get_logger().warning("cannot write %s (%s): trying again in %.0f s", path, error.strerror, seconds)
+            time.sleep(seconds)
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
     except BaseException:
-        beside.unlink(missing_ok=True)  # a full disk would stay full
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)  # a full disk would stay full
         raise
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
     beside.replace(path)  # rename is atomic
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    """torch.save, whose own words for a full disk do not say so."""
+    with path.open("wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -81,7 +116,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"checkpoint {path} has format_version {version}, and this code reads {FORMAT_VERSION}. "
             "For weights alone use checkpoint.initial_weights."
         )
+    if state.pop("checksum", None) != checksum(state):
+        raise ConfigError(f"checkpoint {path} is damaged (its checksum is wrong). Remove it, or name another.")
     return state
+
+
+def build_model(config: ModelConfig, initial_weights: str | None) -> nn.Module:
+    """The user's model, with the weights of that file if one is named."""
+    model = user_model.build_model(config)
+    if initial_weights is not None:
+        load_initial_weights(model, Path(initial_weights))
+    return model.train()  # a pretrained model comes in evaluation mode
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> None:
@@ -94,7 +139,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
         if not weights.keys() & model.state_dict().keys():
             consume_prefix_in_state_dict_if_present(weights, prefix)
     _fill_tied(weights, model)
-    check_weights(model, weights, f"checkpoint.initial_weights={path}")
+    check_weights(shapes_of(model), weights, f"checkpoint.initial_weights={path}")
     model.load_state_dict(weights)
 
 
@@ -112,16 +157,20 @@ def _fill_tied(weights: dict[str, Tensor], model: nn.Module) -> None:
             weights[name] = weights[places[id(tensor)]]
 
 
-def check_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """ConfigError that lists the names in which `weights` do not fit the model."""
-    own = model.state_dict()
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    """The shape of each tensor in the model's state dict."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def check_weights(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
+    """ConfigError that lists the names in which `weights` do not fit a model of these shapes."""
     problems = {
-        "missing": [name for name in own if name not in weights],
-        "unexpected": [name for name in weights if name not in own],
+        "missing": [name for name in shapes if name not in weights],
+        "unexpected": [name for name in weights if name not in shapes],
         "misshapen": [
-            f"{name} {tuple(weights[name].shape)} instead of {tuple(tensor.shape)}"
-            for name, tensor in own.items()
-            if name in weights and weights[name].shape != tensor.shape
+            f"{name} {tuple(weights[name].shape)} instead of {tuple(shape)}"
+            for name, shape in shapes.items()
+            if name in weights and weights[name].shape != shape
         ],
     }
     if any(problems.values()):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import dataset as user_data
@@ -14,7 +16,12 @@ from ..config import Config
 from ..launching.distributed import RankContext, all_reduce
 from ..strategies.base import Strategy
 from ..validation import ConfigError
+from .fetching import MicroBatch
 from .loader import EvaluationLoader
+from .metrics import compute_over_ranks, keep_apart, names_of_scalars
+from .report import METRIC, build_report, report_stem, write_report
+from .stopping import Interrupted
+from .watchdog import beat
 from .weighing import weight_of
 
 AUTO_MICRO_BATCH_SIZE = 256
@@ -33,41 +40,58 @@ class Evaluator:
             name=name,
             collate=getattr(user_data, "collate", None),
         )
-        self._metrics = user_model.build_metrics(config.model).to(context.device)
-        self._loss_weight = getattr(user_model, "loss_weight", None)
-        self._context, self.num_samples = context, self._loader.num_samples
+        self._metrics = keep_apart(user_model.build_metrics(config.model).to(context.device))
+        self._context, self._split, self.num_samples = context, name, self._loader.num_samples
+        self._label_names: list[str] | None = getattr(dataset, "label_names", None)
+        self._matrix: list[list[int]] | None = None
+        """The last run's confusion matrix, if there is a metric of that name."""
 
     def check_metric(self, metric: str) -> None:
         """ConfigError if `evaluation.metric` is not among what evaluation will give."""
-        names = ["loss", *self._metrics]
+        names = ["loss", *names_of_scalars(self._metrics)]
         if metric not in names:
             raise ConfigError(
-                f"evaluation.metric={metric}: not among this model's metrics ({', '.join(map(str, names))}). "
+                f"evaluation.metric={metric}: not among this model's metrics ({', '.join(names)}). "
                 "Name one of these, or add it to build_metrics() in model.py."
             )
 
     @torch.no_grad()
-    def run(self, strategy: Strategy) -> dict[str, float]:
-        """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it."""
+    def run(self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True) -> dict[str, float]:
+        """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
+
+        may_go_on: asked before each batch; Interrupted if it says no, on all ranks alike.
+        """
+        strategy.synchronize_buffers()
         strategy.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
         for micro_batch in self._loader:
+            beat()
+            if not may_go_on():
+                raise Interrupted
             with strategy.autocast():
-                loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+                loss, outputs = self._forward(strategy, micro_batch)
             if micro_batch.request.num_samples:
-                weight = weight_of(micro_batch, self._loss_weight, self._context)
+                weight = weight_of(micro_batch, self._context)
                 totals += torch.stack([loss.double() * weight, weight])
                 if len(self._metrics):
                     user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
         strategy.module.train()
         loss_sum, weight = all_reduce(totals).tolist()
-        return {"loss": loss_sum / weight, **self._compute_metrics()}
+        values = compute_over_ranks(self._metrics)
+        self._matrix = values.get(METRIC)
+        return {"loss": loss_sum / weight, **{k: float(v) for k, v in values.items() if not isinstance(v, list)}}
 
-    def _compute_metrics(self) -> dict[str, float]:
-        if not len(self._metrics):
-            return {}
-        with warnings.catch_warnings():  # a rank with no sample has not updated; its state counts as nothing, rightly
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            values = {name: float(value) for name, value in self._metrics.compute().items()}
-        self._metrics.reset()
-        return values
+    def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
+        """Write what the last run's confusion matrix tells of this checkpoint, if there is one; rank 0 writes."""
+        if self._matrix is not None and self._context.is_main:
+            names = self._label_names or [str(place) for place in range(len(self._matrix))]
+            report = build_report(f"{self._split}, checkpoint {checkpoint} (step {step})", self._matrix, names)
+            write_report(report_stem(directory, self._split, checkpoint), report)
+
+    def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        try:
+            return user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+        except torch.OutOfMemoryError as error:
+            size = self._loader.micro_batch_size
+            error.add_note(f"in evaluation, with micro-batches of {size}: set evaluation.micro_batch_size={size // 2}")
+            raise

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
-from ..launching.processes import die_with_parent, num_usable_cores
+from ..launching.starting import die_with_parent, num_usable_cores
 
 Collate = Callable[[list[Any]], Any]
 
@@ -61,12 +61,16 @@ class Fetcher(Dataset[MicroBatch]):
             self._epoch = request.epoch
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(request.epoch)
-        if self.hands_out_batches:
-            batch = cast(Any, self._dataset).__getitems__(request.indices)
-            if isinstance(batch, list):
-                batch = self._collate(batch)
-        else:
-            batch = self._collate(self._items(request))
+        try:
+            if self.hands_out_batches:
+                batch = cast(Any, self._dataset).__getitems__(request.indices)
+                if isinstance(batch, list):
+                    batch = self._collate(batch)
+            else:
+                batch = self._collate(self._items(request))
+        except Exception as error:
+            error.add_note(f"in a micro-batch of the samples {request.indices}")
+            raise
         return MicroBatch(batch, request)
 
     def _items(self, request: Request) -> list[Any]:

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
-from ..launching.distributed import RankContext
+from ..launching.distributed import RankContext, all_reduce
 from .loader import TrainLoader
 from .run_files import write_json
 
@@ -29,10 +30,14 @@ class FiniteCheck:
         elif not math.isfinite(loss.item()):
             self._fail(step)
 
-    def check_weights(self, module: nn.Module, step: int) -> None:
-        """RuntimeError if a weight is no number: a finite loss may have had a gradient that was none."""
-        norms = torch.stack(torch._foreach_norm([p.detach().float() for p in module.parameters()]))
-        if not norms.isfinite().all():
+    def check_weights(self, weights: list[Tensor], step: int) -> None:
+        """RuntimeError if a weight is no number: a finite loss may have had a gradient that was none.
+
+        weights: what this rank holds of them; all ranks call it and learn the same.
+        """
+        norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
+        is_finite = norms.isfinite().all().to(self._context.device, torch.int32)
+        if not all_reduce(is_finite, dist.ReduceOp.MIN):
             self._fail(step)
 
     def raise_if_found(self) -> None:

@@ -6,6 +6,7 @@ anything, on any number of ranks. Reading, collating and copying to the device i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -20,12 +21,28 @@ from .fetching import Collate, Fetcher, MicroBatch, Request, mix, read_batches
 
 BLOCK = 65_536
 """Indices of the epoch's order that are turned from a tensor into Python numbers at a time."""
+WINDOW = 50
+"""Global batches whose samples are sorted together, where samples have lengths."""
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """(num_samples,) int64: the shuffled order of one epoch, the same on every rank."""
     generator = torch.Generator().manual_seed(mix(seed, epoch, -1))
     return torch.randperm(num_samples, generator=generator)
+
+
+def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
+    """`order` with samples of like length in each global batch of `size`, so that little is padded.
+
+    Every WINDOW batches of the order are sorted by length and cut anew, then the epoch's batches are shuffled. The
+    last, shorter one stays as and where it is.
+    """
+    whole, last = order.tensor_split([len(order) // size * size])
+    windows = torch.split(whole, WINDOW * size)
+    batches = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
+    generator = torch.Generator().manual_seed(mix(seed, epoch, -2))
+    places = torch.randperm(len(whole) // size, generator=generator)
+    return torch.cat([batches.view(-1, size)[places].flatten(), last])
 
 
 def split_evenly(num_samples: int, num_parts: int, part: int) -> tuple[int, int]:
@@ -62,8 +79,11 @@ class TrainLoader:
             largest_share if micro_batch_size == "auto" else min(int(micro_batch_size), largest_share)
         )
         self._context, self._config, self._seed = context, config, seed
+        self._lengths = lengths_of(dataset)
         self._fetcher = Fetcher(dataset, collate, seed)
         self._batches: Iterator[MicroBatch] = iter(())
+        self.seconds_waited = 0.0
+        """Spent in reading, or in waiting for the workers that read."""
 
     def start(self, epoch: int, position: int) -> None:
         """The next step begins `position` samples into `epoch` (epochs counted from 0)."""
@@ -72,10 +92,13 @@ class TrainLoader:
 
     def next_step(self) -> Iterator[MicroBatch]:
         """The micro-batches of this rank's share of the next global batch."""
+        asked_at = time.perf_counter()
         for micro_batch in self._batches:
+            self.seconds_waited += time.perf_counter() - asked_at
             yield micro_batch
             if micro_batch.request.is_last:
                 return
+            asked_at = time.perf_counter()
 
     def indices_of_step(self, step: int) -> list[int]:
         """The samples of this rank's share of one step, counted from 1."""
@@ -109,6 +132,8 @@ class TrainLoader:
         block = size * max(1, BLOCK // size)
         while True:
             order = epoch_order(self.num_samples, self._seed, epoch)
+            if self._lengths is not None:
+                order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
             for start in range(position, self.num_samples, block):
                 indices = order[start : start + block].tolist()
                 for first in range(0, len(indices), size):
@@ -142,7 +167,11 @@ class EvaluationLoader:
         name: str, collate: Collate | None = None,
     ) -> None:  # fmt: skip
         self.num_samples = check_dataset(dataset, name)
-        self._context, self._config, self._micro_batch_size = context, config, micro_batch_size
+        self._context, self._config, self.micro_batch_size = context, config, micro_batch_size
+        self._order, lengths = torch.arange(self.num_samples), lengths_of(dataset)
+        if lengths is not None:  # like lengths together, and of each some on every rank
+            order = lengths.argsort(stable=True)
+            self._order = torch.cat([order[rank :: context.world_size] for rank in range(context.world_size)])
         self._fetcher = Fetcher(dataset, collate, seed=0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -152,9 +181,20 @@ class EvaluationLoader:
         world_size = self._context.world_size
         first, last = split_evenly(self.num_samples, world_size, self._context.rank)
         largest_part = -(-self.num_samples // world_size)
-        num_batches = -(-largest_part // self._micro_batch_size)
-        for piece in cut(list(range(first, last)), self._micro_batch_size, num_pieces=num_batches):
+        num_batches = -(-largest_part // self.micro_batch_size)
+        for piece in cut(self._order[first:last].tolist(), self.micro_batch_size, num_pieces=num_batches):
             yield Request(0, piece or [0], len(piece), float(len(piece)), is_last=False)
+
+
+def lengths_of(dataset: Any) -> Tensor | None:
+    """The length of each sample, if the data set tells it in an attribute `sample_lengths`."""
+    lengths = getattr(dataset, "sample_lengths", None)
+    if lengths is not None and len(lengths) != len(dataset):
+        raise ConfigError(
+            f"sample_lengths of {type(dataset).__name__} holds {len(lengths)} lengths of {len(dataset)} samples. "
+            "Give it one a sample."
+        )
+    return None if lengths is None else torch.as_tensor(lengths)
 
 
 def check_dataset(dataset: Dataset[Any], name: str) -> int:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from .. import model as user_model
-from ..launching.distributed import RankContext
+from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
 from .fetching import MicroBatch
@@ -28,13 +29,19 @@ class MemoryLimit:
             limit = int(self._path.read_text(encoding="utf-8"))
             loader.micro_batch_size = min(loader.micro_batch_size, limit)
 
-    def fit(self, strategy: Strategy, epoch: int, position: int) -> None:
-        """Halve the loader's micro-batch size until forward and backward fit, the optimizer's state being allocated.
+    def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int, position: int) -> None:
+        """For `auto`: halve the loader's size until forward and backward fit, the optimizer's state being allocated.
 
         Nothing is communicated, so ranks may end with different sizes. Weights, buffers, optimizer and random states
         are as before afterwards.
         """
-        random_states = get_random_states(self._context.device)
+        if strategy.has_collective_forward:  # a trial on one rank would wait for ever; and all need the same size
+            size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
+            self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
+            return
+        if micro_batch_size != "auto":
+            return
+        random_states = get_random_states(*self._context.devices)
         tensors = [*strategy.module.parameters(), *strategy.module.buffers()]
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # not on the device, which is measured here
         with strategy.allocated_state():
@@ -43,7 +50,7 @@ class MemoryLimit:
         with torch.no_grad():
             for tensor, former in zip(tensors, kept, strict=True):
                 tensor.copy_(former)
-        set_random_states(random_states, self._context.device)
+        set_random_states(random_states, *self._context.devices)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

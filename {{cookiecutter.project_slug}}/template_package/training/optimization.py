@@ -6,7 +6,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import model as user_model
 from ..config import OptimizerConfig, ScheduleConfig
+
+
+def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """What model.py's build_optimizer gives, if it has one, else the one below."""
+    optimizer: Optimizer = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
+    return optimizer
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:

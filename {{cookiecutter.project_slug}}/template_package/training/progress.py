@@ -28,6 +28,8 @@ class Progress:
     """{<evaluation.metric>: value, "step": step}"""
     best_epoch: int = 0
     epochs_without_improvement: int = 0
+    is_evaluation_pending: bool = False
+    """An evaluation after this step was begun and not ended."""
 
     def describe(self) -> str:
         """`260 steps, 13 epochs, best accuracy 0.9889 at step 100`"""
@@ -85,6 +87,7 @@ class Progress:
         early_stopping = {
             "best_epoch": self.best_epoch,
             "epochs_without_improvement": self.epochs_without_improvement,
+            "is_evaluation_pending": self.is_evaluation_pending,
         }
         counts = {"step": self.step, "epoch": self.epoch, "position": self.position}
         return {**counts, "best": self.best, "early_stopping": early_stopping}
@@ -106,6 +109,7 @@ class Progress:
         self.best = state["best"]
         self.best_epoch = state["early_stopping"]["best_epoch"]
         self.epochs_without_improvement = state["early_stopping"]["epochs_without_improvement"]
+        self.is_evaluation_pending = state["early_stopping"].get("is_evaluation_pending", False)
 
 
 class StepClock:

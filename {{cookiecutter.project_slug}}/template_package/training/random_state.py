@@ -28,25 +28,26 @@ def restore_random_states(state: dict[str, Any] | None, seed: int, step: int, co
     """Put back this rank's generators from a checkpoint; without one, or with one of other ranks, they begin anew."""
     seed_rank(seed, context.rank, step)  # first, also for a GPU's generator that a checkpoint from CPUs lacks
     if state is not None and len(state["random_states"]) == context.world_size:
-        set_random_states(state["random_states"][context.rank], context.device)
+        set_random_states(state["random_states"][context.rank], *context.devices)
 
 
-def get_random_states(device: torch.device) -> dict[str, Any]:
-    """The states of this rank's generators, in types that torch.load(weights_only=True) accepts."""
+def get_random_states(*devices: torch.device) -> dict[str, Any]:
+    """The states of the generators of this rank and its devices, in types that torch.load(weights_only=True) takes."""
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (str(name), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
     }
 
 
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
     """Put back what get_random_states() gave; a CUDA state is used on CUDA only."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     numpy.random.set_state((name, keys.numpy(), *rest))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device, state in zip(gpus, states["cuda"], strict=False):  # a checkpoint may be of fewer
+        torch.cuda.set_rng_state(state, device)

@@ -25,7 +25,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
     ConfigError if compute_loss does not call the model it is given exactly once, or the strategy needs gradients that
     are not there.
     """
-    random_states = get_random_states(context.device)
+    random_states = get_random_states(*context.devices)
     buffers = {name: buffer.clone() for name, buffer in strategy.module.named_buffers()}
     num_calls = 0
 
@@ -45,7 +45,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
     with torch.no_grad():
         for name, buffer in strategy.module.named_buffers():
             buffer.copy_(buffers[name])
-    set_random_states(random_states, context.device)
+    set_random_states(random_states, *context.devices)
 
 
 def _check_loss(loss: torch.Tensor, num_calls: int) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, to_dict
+from ..config import Config, differing_keys, to_dict
 from ..launching.distributed import from_main, pack, unpack
-from ..validation import ConfigError, one_line
+from ..validation import ConfigError
 from .checkpoint import CheckpointFolder, load_checkpoint
 from .logs import get_logger
 
@@ -39,18 +39,6 @@ def check_same_values(stored: dict[str, Any], present: dict[str, Any], keys: Seq
             f"{what}: was begun with other values: {'; '.join(lines)}. "
             "Put them back to continue, or choose another name=… for a new run."
         )
-
-
-def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
-    """ "key: stored value -> present value" for each dotted key in which two plain configs differ."""
-    lines: list[str] = []
-    for key in [*stored, *(key for key in present if key not in stored)]:
-        former, now, dotted = stored.get(key), present.get(key), f"{prefix}{key}"
-        if isinstance(former, dict) and isinstance(now, dict):
-            lines += differing_keys(former, now, f"{dotted}.")
-        elif former != now:
-            lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
-    return lines
 
 
 def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import yaml
 
 from .. import model as user_model
 from ..config import Config, to_dict
-from ..launching.distributed import RankContext, gather_objects
+from ..launching.distributed import RankContext, from_main, gather_objects
 from ..strategies.base import Strategy
+from ..validation import ConfigError
 from .checkpoint import CheckpointFolder, export_weights, load_checkpoint, write_whole
 from .logs import get_logger
+from .report import report_stem, show_report
 
 LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
 
@@ -27,6 +33,33 @@ LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "acce
 def run_directory(config: Config) -> Path:
     """runs/<name>, in the folder where the command is typed."""
     return Path("runs") / config.name
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """In the body no other process trains this run: ConfigError on every rank if one does already. All ranks call it.
+
+    The system lets go of the claim when rank 0's process dies.
+    """
+    held: list[TextIO] = []
+    from_main(lambda: held.append(_claim(directory)))
+    try:
+        yield
+    finally:
+        for file in held:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
+            file.close()
+
+
+def is_described(directory: Path) -> bool:
+    """Whether summary.json says that the run is complete; the same on every rank."""
+
+    def read() -> bool:
+        path = directory / "summary.json"
+        return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == "complete"
+
+    is_complete: bool = from_main(read)
+    return is_complete
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -37,10 +70,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def describe_start(directory: Path, config: Config, context: RankContext) -> None:
     """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes."""
-    devices = gather_objects(_device_name(context.device))
+    devices = gather_objects([_device_name(device) for device in context.devices])
     if not context.is_main:
         return
-    get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(devices or []))
+    get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(_flat(devices)))
     for note in context.device_notes:
         get_logger().info("%s", note)
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -52,7 +85,7 @@ def describe_start(directory: Path, config: Config, context: RankContext) -> Non
         "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
         "cuda": torch.version.cuda,
         "world_size": context.world_size,
-        "devices": devices,
+        "devices": _flat(devices),
         "git_commit": _git_commit(),
         "command": sys.argv,
     }
@@ -62,7 +95,7 @@ def describe_start(directory: Path, config: Config, context: RankContext) -> Non
 def describe_end(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> None:
     """Write summary.json and the best weights; all ranks call it, rank 0 writes."""
     context = strategy.context
-    peaks = gather_objects(_peak_memory_mib(context.device))
+    peaks = gather_objects([_peak_memory_mib(device) for device in context.devices])
     if not context.is_main:
         return
     summary |= {
@@ -71,7 +104,7 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
         "device_ids": config.device_ids,
         "strategy": config.strategy,
         "precision": strategy.precision,
-        "peak_memory_mib": peaks,
+        "peak_memory_mib": _flat(peaks),
     }
     if strategy.precision == "fp16":
         summary["skipped_steps"] = int(strategy.num_skipped_steps)
@@ -82,6 +115,30 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
         model.load_state_dict(load_checkpoint(path)["model"])
         export_weights(model, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
+    report = report_stem(directory, "validation", "best")
+    if Path(f"{report}.json").exists():
+        get_logger().info("\n%s\n", show_report(report))
+
+
+def _claim(directory: Path) -> TextIO:
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ConfigError(
+            f"name={directory.name}: {file.read()} trains this run already. Wait for its end, or choose another name=…."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
+
+
+def _flat(of_ranks: list[list[Any]] | None) -> list[Any]:
+    """One entry a device, in the order of ranks."""
+    return [entry for of_rank in of_ranks or [] for entry in of_rank]
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,8 +1,8 @@
 """Lets all ranks stop after the same step when one of them is asked to (SIGTERM, Ctrl-C).
 
 Nothing is added to a step but the comparison of two integers: a thread watches the store. When a request appears there,
-each rank holds before its next step, says which step it has begun, and goes on to the furthest step any has begun: a
-rank that waited for the others inside a step of theirs would wait for ever.
+each rank holds before its next step (or batch of an evaluation), says how many it has begun, and goes on to the
+furthest that any has begun: a rank that waited for the others inside a step of theirs would wait for ever.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import threading
 from types import FrameType
 
 from ..launching.distributed import RankContext
-from ..launching.processes import ENDINGS
+from ..launching.starting import ENDINGS
 
 POLL_SECONDS = 0.2
 
 
+class Interrupted(Exception):  # noqa: N818 - no error
+    """The run stops in the middle of an evaluation, which the next start repeats."""
+
+
 class StopRequest:
-    """`allows(step)` is asked before each step; after it has said no, `signal_number` tells why."""
+    """`allows()` is asked before each step and each batch of an evaluation; `signal_number` tells why it said no."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
@@ -27,7 +31,9 @@ class StopRequest:
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
-        wanted = [n for n in ENDINGS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+        wanted = [
+            n for n in ENDINGS if n in (signal.SIGTERM, signal.SIGUSR1) or signal.getsignal(n) is not signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         if context.store is not None:
             # A connection of its own: one that waits for an answer would hold up the other.
@@ -35,22 +41,30 @@ class StopRequest:
             self._store.set("stop/ready", "1")
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def allows(self, step: int) -> bool:
-        """False when the run must end before `step`; the same answer on every rank."""
-        self._begun = step
-        if step > self._limit:
-            self._decided.wait()
-            return step <= self._limit
-        return True
+    def __enter__(self) -> StopRequest:
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put the former signal handlers back."""
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def allows(self) -> bool:
+        """False when the run must end before what comes now; the same answer on every rank at the same call."""
+        self._begun += 1
+        if self._begun > self._limit:
+            self._decided.wait()
+            return self._begun <= self._limit
+        return True
+
+    def exit_unless(self, is_complete: bool) -> None:
+        """SystemExit(128 + signal number) if the run was asked to stop before it was complete."""
+        if not is_complete and self.signal_number is not None:
+            raise SystemExit(128 + self.signal_number)
+
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        number = signal.SIGTERM if number == signal.SIGHUP else number  # a lost terminal
+        number = number if number == signal.SIGINT else signal.SIGTERM
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self._received = number

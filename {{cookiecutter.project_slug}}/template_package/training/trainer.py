@@ -6,6 +6,7 @@ intricate code (stopping together, equal replicas, memory, exact resume) has a f
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,23 +18,24 @@ from ..config import Config, to_dict
 from ..launching.distributed import RankContext, gather_objects, pack, unpack
 from ..strategies import create_strategy
 from ..strategies.base import weighted
-from .checkpoint import FORMAT_VERSION, CheckpointFolder, check_weights, load_initial_weights
+from .checkpoint import FORMAT_VERSION, CheckpointFolder, build_model, check_weights
 from .evaluation import Evaluator
 from .figures import StepFigures
 from .finite import FiniteCheck
 from .loader import TrainLoader
 from .logs import get_logger
 from .memory import MemoryLimit
-from .optimization import build_optimizer, learning_rate, set_learning_rate
+from .optimization import choose_optimizer, learning_rate, set_learning_rate
 from .profiling import StepProfiler
 from .progress import Progress, StepClock
 from .random_state import get_random_states, restore_random_states, seed_generators
 from .rehearsal import rehearse
 from .replicas import check_replicas
 from .resuming import announce, find_state
-from .run_files import describe_end, describe_start
-from .stopping import StopRequest
+from .run_files import claimed, describe_end, describe_start, is_described
+from .stopping import Interrupted, StopRequest
 from .tracking import Tracking
+from .watchdog import beat, hang_watched
 from .weighing import weigh
 
 COMPLETE = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
@@ -63,57 +65,53 @@ class Trainer:
         self.total_steps = min(all_steps, config.training.max_steps or all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
-        self.loss_weight = getattr(user_model, "loss_weight", None)
         self.profiler = StepProfiler(config.logging.profile_steps, directory, context)
         self.figures = StepFigures(context, self.loader)
 
-        model = user_model.build_model(config.model)
-        if config.checkpoint.initial_weights is not None:
-            load_initial_weights(model, Path(config.checkpoint.initial_weights))
-        build = getattr(user_model, "build_optimizer", build_optimizer)
         self.strategy = create_strategy(config, context)
-        self.strategy.prepare(model, partial(build, config=config.optimizer))
+        model = self.strategy.build(partial(build_model, config.model, config.checkpoint.initial_weights))
+        self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
 
     @property
     def is_complete(self) -> bool:
         """Whether all steps are done, or early stopping ended the run before."""
         patience = self.config.training.early_stopping_epochs
         is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
-        return self.progress.step >= self.total_steps or is_stale
+        return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
         """Train from where the run stands to its end; SystemExit(128 + signal number) after a request to stop."""
         self.resume()
-        self.strategy.module.train()  # a pretrained model comes in evaluation mode
-        progress = self.progress
-        if self.is_complete:
-            return get_logger().info("run %s is complete: %s. %s", self.config.name, progress.describe(), COMPLETE)
-        where = self.directory, self.config.logging, to_dict(self.config), self.context.is_main
+        if self.is_complete and is_described(self.directory):  # otherwise it was killed just before its end
+            return get_logger().info("run %s is complete: %s. %s", self.config.name, self.progress.describe(), COMPLETE)
+        with claimed(self.directory), hang_watched(self.context, self.config.launch, self.directory):
+            memory = self.begin()
+            with StopRequest(self.context) as self.stop:
+                with suppress(Interrupted):  # in an evaluation, which is then pending
+                    if self.progress.is_evaluation_pending:
+                        self.evaluate()
+                    while not self.is_complete and self.stop.allows():
+                        with memory.watched():
+                            figures = self.train_step()
+                        self.after_step(*figures)
+                self.finish()
+        self.stop.exit_unless(self.is_complete)
+
+    def begin(self) -> MemoryLimit:
+        """Open what a run writes to, find the micro-batch that fits, rehearse a step, and start the loader."""
+        progress, directory = self.progress, self.directory
+        where = directory, self.config.logging, to_dict(self.config), self.context.is_main
         self.tracking = Tracking(*where, resumed_step=progress.step, total_steps=self.total_steps)
-        describe_start(self.directory, self.config, self.context)
-        memory = MemoryLimit(self.directory, self.context, self.loader)
-        if self.config.training.micro_batch_size == "auto":
-            memory.fit(self.strategy, progress.epoch, progress.position)
+        describe_start(directory, self.config, self.context)
+        memory = MemoryLimit(directory, self.context, self.loader)
+        memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch, progress.position)
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
         self.loader.start(progress.epoch, progress.position)
-        self.finite = FiniteCheck(self.context, self.loader, self.directory)
-        stop = StopRequest(self.context)
+        self.finite = FiniteCheck(self.context, self.loader, directory)
         self.clock.start(progress.num_samples_seen)
         self.profiler.toggle(progress.step)
-        try:
-            while not self.is_complete and stop.allows(progress.step + 1):
-                with memory.watched():
-                    figures = self.train_step()
-                self.after_step(*figures)
-            with self.clock.paused():
-                if not self.is_complete:
-                    self.save()
-                self.finish()
-        finally:
-            stop.close()
-        if not self.is_complete and stop.signal_number is not None:
-            raise SystemExit(128 + stop.signal_number)
+        return memory
 
     def train_step(self) -> tuple[Tensor, Tensor | None]:
         """One optimizer step. Returns this rank's part of the loss (the parts' mean over ranks is the global batch's
@@ -123,11 +121,12 @@ class Trainer:
         rate = learning_rate(config.schedule, config.optimizer.learning_rate, step, self.total_steps)
         set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
         step_loss: Tensor | None = None
-        for (batch, request), weight in weigh(self.loader.next_step(), self.loss_weight, self.context):
+        for (batch, request), weight in weigh(self.loader.next_step(), self.context):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, _ = user_model.compute_loss(strategy.model, batch)
                 self.finite.look(loss, step)
+                beat()  # before backward, where ranks wait for each other: the one that hangs has not come so far
                 strategy.backward(loss, weight)
             part = weighted(loss.detach(), weight)
             step_loss = part if step_loss is None else step_loss + part
@@ -175,33 +174,32 @@ class Trainer:
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
             self.finite.raise_if_found()
-            self.strategy.synchronize_buffers()
-            values = self.evaluator.run(self.strategy)
+            progress.is_evaluation_pending = True
+            values = self.evaluator.run(self.strategy, self.stop.allows)
+            progress.is_evaluation_pending = False
             self.tracking.record({**progress.place("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config):
+                self.evaluator.write_report(self.directory, "best", progress.step)
                 self.save(is_best=True)
 
     def save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
             self.finite.raise_if_found()
-            self.finite.check_weights(self.strategy.module, self.progress.step)
-            state = {
-                "format_version": FORMAT_VERSION,
-                **self.strategy.state_dict(),
-                **self.progress.state_dict(),
-                "config": to_dict(self.config),
-            }
-            random_states = gather_objects(pack(get_random_states(self.context.device)))
+            self.finite.check_weights(self.strategy.local_weights(), self.progress.step)
+            state = {"format_version": FORMAT_VERSION, "config": to_dict(self.config), **self.progress.state_dict()}
+            state |= self.strategy.state_dict()
+            random_states = gather_objects(pack(get_random_states(*self.context.devices)))
             if random_states is not None:  # rank 0
                 state["random_states"] = [unpack(states) for states in random_states]
                 self.checkpoints.save(state, is_best=is_best)
+            beat()
 
     def resume(self) -> None:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
         state = find_state(self.config, self.checkpoints)
         if state is not None:
-            check_weights(self.strategy.module, state["model"], f"name={self.config.name}")
+            check_weights(self.strategy.shapes(), state["model"], f"name={self.config.name}")
             self.strategy.load_state_dict(state)
             self.progress.load_state_dict(state)
             if not self.is_complete:
@@ -209,12 +207,14 @@ class Trainer:
         restore_random_states(state, self.config.seed, self.progress.step, self.context)
 
     def finish(self) -> None:
-        """End the loader's workers and the tracker; write the summary and the best weights."""
+        """Save what is not complete; end the loader's workers and the tracker; write summary and best weights."""
+        times = self.clock.summary(self.progress.num_samples_seen)
+        if not self.is_complete:
+            self.save()
         self.loader.close()
         self.profiler.finish()
         status = "complete" if self.is_complete else "stopped"
-        summary = {"status": status, **self.progress.summary(), **self.clock.summary(self.progress.num_samples_seen)}
-        summary["micro_batch_size"] = self.loader.micro_batch_size
-        describe_end(self.directory, summary, self.config, self.strategy)
+        summary = {"status": status, "micro_batch_size": self.loader.micro_batch_size, **self.progress.summary()}
+        describe_end(self.directory, summary | times, self.config, self.strategy)
         self.tracking.close()
         self.tracking.message(f"{status}: {self.progress.describe()} ({self.directory})")

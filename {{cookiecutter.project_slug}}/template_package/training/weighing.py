@@ -8,31 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce
 from .fetching import MicroBatch
 
-LossWeight = Callable[[Any], Tensor | float]
+_loss_weight: Callable[[Any], Tensor | float] | None = getattr(user_model, "loss_weight", None)
 
 
-def weigh(
-    micro_batches: Iterable[MicroBatch], loss_weight: LossWeight | None, context: RankContext
-) -> Iterator[tuple[MicroBatch, float | Tensor]]:
+def weigh(micro_batches: Iterable[MicroBatch], context: RankContext) -> Iterator[tuple[MicroBatch, float | Tensor]]:
     """Each micro-batch of a step with its weight: its part of the global batch's, times world_size.
 
     With loss_weight, a step's micro-batches are all read before the first runs, and the ranks add up their weights.
     """
-    if loss_weight is None:
+    if _loss_weight is None:
         for micro_batch in micro_batches:
             yield micro_batch, micro_batch.request.weight
         return
     held = list(micro_batches)
-    weights = torch.stack([weight_of(micro_batch, loss_weight, context) for micro_batch in held])
+    weights = torch.stack([weight_of(micro_batch, context) for micro_batch in held])
     total = all_reduce(weights.sum())
     yield from zip(held, weights * (context.world_size / total), strict=True)
 
 
-def weight_of(micro_batch: MicroBatch, loss_weight: LossWeight | None, context: RankContext) -> Tensor:
+def weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
     """What this micro-batch's mean loss weighs: 0-dim float64; 0 for one that only keeps the ranks in step."""
     request = micro_batch.request
-    weight = loss_weight(micro_batch.batch) if loss_weight and request.num_samples else request.num_samples
+    weight = _loss_weight(micro_batch.batch) if _loss_weight and request.num_samples else request.num_samples
     return torch.as_tensor(weight, dtype=torch.float64, device=context.device)

@@ -1,6 +1,7 @@
 """Data for the tests: regression on fixed random numbers, with what the tests switch on."""
 
 import os
+import signal
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,12 @@ class DataConfig:
     """Reading this sample raises."""
     nan_index: int = -1
     """This training sample holds a NaN."""
+    odd_index: int = -1
+    """This sample has another shape."""
+    num_missing: int = 0
+    """So many samples less can be read than the data set says it has."""
+    kills_worker: bool = False
+    """The system ends the process that reads a sample."""
     max_length: int = 1
     """Lengths of samples are drawn from 1 to this."""
 
@@ -44,7 +51,7 @@ class Numbers(Dataset[Any]):
         self.lengths = torch.randint(1, high, (num_samples,), generator=generator).to(dtype)
         if seed == 1 and config.nan_index >= 0:
             self.inputs[config.nan_index, 2] = torch.nan
-        self.noise, self.failing_index = noise, config.failing_index
+        self.noise, self.failing_index, self.config = noise, config.failing_index, config
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -52,7 +59,11 @@ class Numbers(Dataset[Any]):
     def __getitem__(self, index: int) -> Batch:
         if index == self.failing_index:
             raise OSError(f"cannot read the file of sample {index} in process {os.getpid()}")
-        inputs = self.inputs[index]
+        if self.config.kills_worker and torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index >= len(self.inputs) - self.config.num_missing:
+            raise IndexError(f"there is no sample {index} any more")
+        inputs = self.inputs[index][: 5 if index == self.config.odd_index else 6]
         if self.noise:
             inputs = inputs + self.noise * torch.randn_like(inputs)
         return Batch(inputs, self.targets[index], self.lengths[index])

@@ -1,13 +1,12 @@
 """Several runs in the same ranks, to save their start: python many_runs.py '[["name=a", ...], ["name=b", ...]]'."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 from template_package.config import Config, load_config
 from template_package.launching.distributed import current_context
-from template_package.launching.launcher import find_devices, find_world_size, launch
+from template_package.launching.launcher import find_node, launch
 from template_package.training.logs import rank_logs
 from template_package.training.run_files import run_directory
 from template_package.training.trainer import Trainer
@@ -19,7 +18,7 @@ def run_all(configs: list[Config], rank: int, world_size: int, _: Config) -> Non
             Trainer(config, current_context(), run_directory(config)).fit()
 
 
-if __name__ == "__main__":
-    configs = [load_config(Path("config.yaml"), words) for words in json.loads(sys.argv[1])]
-    devices = find_devices(configs[0])
-    sys.exit(launch(partial(run_all, configs), configs[0], devices, find_world_size(devices)))
+def main(arguments: list[str]) -> int:
+    configs = [load_config(Path("config.yaml"), words) for words in json.loads(arguments[0])]
+    node = find_node(configs[0])
+    return launch(partial(run_all, configs), configs[0], node, sum(node.num_ranks))

@@ -43,10 +43,13 @@ def build_model(config: ModelConfig) -> nn.Module:
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     module: Any = getattr(model, "module", model)
     config = module.config
-    if module.training:
-        module.num_calls += 1
-        time.sleep(config.seconds_per_step)
-    outputs = module(batch.inputs) if config.fault == "bypass" else model(batch.inputs)
+    module.num_calls += module.training
+    time.sleep(config.seconds_per_step if module.training else float(os.environ.get("SECONDS_PER_EVALUATION", "0")))
+    time.sleep(0.06 if (config.fault, rank()) == ("slow", config.fault_rank) else 0)
+    inputs = batch.inputs
+    outputs = module(inputs) if config.fault == "bypass" else model(inputs)
+    if (config.fault, rank()) == ("skip", config.fault_rank):
+        outputs = outputs.detach() + module[-1].bias
     errors = (outputs - batch.targets).square().mean(1)
     loss = (errors * batch.lengths).sum() / batch.lengths.sum() if config.is_weighted else errors.mean()
     if module.training and rank() == config.fault_rank:
@@ -72,7 +75,16 @@ def flip_lowest_bit(module: nn.Module) -> None:
     parameter.data.flatten().view(torch.int32)[6] ^= 1
 
 
+def kill_once(_: nn.Module) -> None:
+    """Not again after torchrun's restart."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 FAULTS: dict[str, Any] = {
+    "kill_once": kill_once,
+    "hang": lambda _: time.sleep(3600),
+    "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": fail,
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),

@@ -1,0 +1,103 @@
+"""Broken config files and command lines: each is refused in a few lines that name the key, or it trains."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SMALL = ["training.max_steps=2", "evaluation.every_epochs=null", "checkpoint.every_epochs=null"]
+VALUES = [
+    *"nan inf -inf -1 0 1 2 1.5 1e400 10000000000000000000000 true false null '' yes auto cpu [] [1,2]".split(),
+    *"/ [1,[2,[3]]] {a:1} {} text é 日本 .. ${seed} ${oc.env:HOME} &a[*a] *b 2024-01-01 0x10 1_000 ~ | - % @".split(),
+    *["a b", "!!python/object/apply:os.system [exit]", "!!binary aGk=", "'\\x00'", "[1, 2]", "{a: 1}", "&a [*a]"],
+    *"best loss [10,5] [0.5,0.2] [-1] fp16 bf16".split(),
+    *"1 2 3 4 0.1 0.5 1e-3 true false null auto".split() * 8,  # some of these are right, somewhere
+]
+# Not changed: what would only make a run long, large or wait for other machines.
+SPARED = ("launch.master_addr", "training.compile", "logging.profile_steps", "launch.timeout_minutes")
+
+
+@pytest.mark.timeout(3600)
+def test_mutated_config_is_refused_in_words_or_trains(
+    make_project: Callable[[Path | None], Any], project_tests: Any, is_long: bool, report: Callable[[str], None]
+) -> None:
+    project, choose = make_project(None), random.Random(3)
+    original = (project.folder / "config.yaml").read_text(encoding="utf-8")
+    keys = [key for key in dotted(yaml.safe_load(defaults(project_tests))) if key not in SPARED]
+    num_cases, codes, rules, failures = (1_000 if is_long else 120), Counter[int](), Counter[str](), list[str]()
+    for number in range(num_cases):
+        words = mutate(project.folder / "config.yaml", original, keys, choose)
+        words = [*words, *SMALL] if words[:1] != ["--"] else words[1:]
+        code, printed = project.session.run(project.folder, "run", [f"name=run{number}", *words])
+        codes[code] += 1
+        lines = printed.strip().splitlines()
+        if code == 2:
+            rules[rule_of(lines[-1])] += 1
+        is_told = code == 2 and 1 <= len(lines) <= 3 and "Traceback" not in printed
+        if not (code == 0 or is_told):
+            failures.append(f"{words}: exit code {code}\n{printed[-2000:]}")
+    report(
+        f"# {num_cases} mutated configs\n\nTrained: {codes[0]}. Refused in one to three lines: {codes[2]}. Neither: "
+        f"{len(failures)}.\n\nRules that refused:\n\n" + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common())
+    )
+    assert not failures, "\n\n".join(failures[:5])
+    assert codes[0] >= num_cases // 20
+    assert len(rules) >= 20
+
+
+def defaults(project_tests: Any) -> str:
+    text: str = (project_tests.ROOT / "config.yaml").read_text(encoding="utf-8")
+    return re.sub(r"\{[{%].*?[%}]\}", "x", text)
+
+
+def dotted(content: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in content.items():
+        if key not in ("name", "data", "model"):
+            keys += dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return keys
+
+
+def mutate(path: Path, original: str, keys: list[str], choose: random.Random) -> list[str]:
+    """Words for the command line; the file may have been changed instead."""
+    path.write_text(original, encoding="utf-8")
+    key, value = choose.choice(keys), choose.choice(VALUES)
+    section, _, name = key.rpartition(".")
+    match choose.randrange(8):
+        case 0 | 1 | 2:
+            return [f"{key}={value}"]
+        case 3:  # a word that is no key=value
+            return [
+                "--",
+                choose.choice([f"--{key} {value}", f"--{key}={value}", key, f"={value}", f"{key}.x={value}", ""]),
+            ]
+        case 4:  # an unknown key
+            return ["--", f"{key[:-1]}={value}"]
+        case 5:
+            line = f"{name}: {value}"
+            path.write_text(
+                f"{original}\n{section}:\n  {line}\n" if section else f"{original}\n{line}\n", encoding="utf-8"
+            )
+        case 6:
+            content = yaml.safe_load(original)
+            content.setdefault(section, {})[name] = [[[[[value]]]]] if section else value
+            path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        case _:
+            data = bytearray(original.encode())
+            for _ in range(choose.randint(1, 3)):
+                data[choose.randrange(len(data))] = choose.choice(b"\x00\xff:{}[]\t &*!%@`'\"#-\n")
+            path.write_bytes(bytes(data))
+    return []
+
+
+def rule_of(line: str) -> str:
+    """The message without the value, as a name of its rule."""
+    key, _, rest = line.removeprefix("error: ").partition("=")
+    return f"{key[:40]}: {rest.partition(': ')[2][:50]}" if rest else key[:60]

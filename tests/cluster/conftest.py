@@ -1,0 +1,117 @@
+"""Generated projects to train with, the losses they must reach, and machines to train on (`make test-cluster`)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baking import bake
+
+from . import namespaces, slurm
+from .running import Host, all_ended, copy_project, own_cores
+
+SAME = ("training.epochs=2", "model.dropout=0", "logging.tracker=none")
+"""The image example, quickly. Dropout draws other numbers on another number of ranks; all else is the same but for the
+order in which gradients are summed."""
+
+MPIRUN = ("mpirun", "--oversubscribe", "--bind-to", "none")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+WORKLOAD_CONFIG = """
+name: run
+device_ids: cpu
+data: {}
+model: {seconds_per_step: 0.05}
+training: {epochs: 10, global_batch_size: 16}
+evaluation: {metric: loss, mode: min}
+logging: {every_steps: 1, tracker: none}
+"""
+"""7 steps an epoch, slow enough to be interrupted, and a last loss after 70 of them."""
+
+
+@pytest.fixture(scope="session")
+def image_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the default answers."""
+    return bake(template, tmp_path_factory.mktemp("image"))
+
+
+@pytest.fixture(scope="session")
+def slow_project(image_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the small model and data of its own tests, whose steps can be slowed down."""
+    folder = copy_project(image_project, tmp_path_factory.mktemp("slow") / "project")
+    for name in ("model.py", "dataset.py"):
+        shutil.copy(folder / "tests" / "workload" / name, folder / "ddp_experiment" / name)
+    (folder / "config.yaml").write_text(WORKLOAD_CONFIG, encoding="utf-8")
+    return folder
+
+
+def _losses(project: Path, folder: Path, *words: str) -> list[float]:
+    host = Host(copy_project(project, folder / "project"), mark=str(folder))
+    with all_ended(host.mark):
+        host.python("device_ids=cpu", "name=one", *words).ended()
+    return host.losses("one")
+
+
+@pytest.fixture(scope="session")
+def image_losses(image_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What one process reaches with SAME."""
+    return _losses(image_project, tmp_path_factory.mktemp("one"), *SAME)
+
+
+@pytest.fixture(scope="session")
+def slow_losses(slow_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What one process reaches with the slow project."""
+    return _losses(slow_project, tmp_path_factory.mktemp("one"), "model.seconds_per_step=0")
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[str]:
+    """On all that the test starts; what lives when it is over is ended."""
+    with all_ended(str(tmp_path)):
+        yield str(tmp_path)
+
+
+@pytest.fixture
+def image(image_project: Path, tmp_path: Path, mark: str) -> Host:
+    """This machine, with the image example."""
+    return Host(copy_project(image_project, tmp_path / "image"), mark)
+
+
+@pytest.fixture(scope="session")
+def network() -> Iterator[list[tuple[str, ...]]]:
+    """The words in front of commands for each of two hosts."""
+    if reason := namespaces.why_not():
+        pytest.skip(reason)
+    with namespaces.two_hosts() as prefixes:
+        yield [(*prefix, *cores) for prefix, cores in zip(prefixes, own_cores(2), strict=True)]
+
+
+def _hosts(network: list[tuple[str, ...]], project: Path, folder: Path, mark: str) -> list[Host]:
+    return [
+        Host(copy_project(project, folder / name), mark, prefix)
+        for name, prefix in zip(("a", "b"), network, strict=True)
+    ]
+
+
+@pytest.fixture
+def image_hosts(network: list[tuple[str, ...]], image_project: Path, tmp_path: Path, mark: str) -> list[Host]:
+    """Two hosts, each with the image example in a folder of its own."""
+    return _hosts(network, image_project, tmp_path, mark)
+
+
+@pytest.fixture
+def slow_hosts(network: list[tuple[str, ...]], slow_project: Path, tmp_path: Path, mark: str) -> list[Host]:
+    """Two hosts, each with the slow project in a folder of its own."""
+    return _hosts(network, slow_project, tmp_path, mark)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    """Two virtual nodes under SLURM."""
+    if reason := slurm.why_not():
+        pytest.skip(reason)
+    with slurm.running_slurm(mark=str(tmp_path_factory.mktemp("slurm"))) as running:
+        yield running

@@ -1,0 +1,195 @@
+"""YOURS: the data. Here, sentences with a label each, from a JSON, JSON lines, CSV or TSV file.
+
+Put your own in by naming your file in config.yaml, or by rewriting this one: the trainer uses `DataConfig` and
+`build_datasets`, `run.py predict` uses `read_inputs`, and model.py gets each batch. `tokenize` is what to change
+for words instead of characters.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from .text_files import READERS, read_rows, read_texts
+from .validation import ConfigError
+
+PADDING, UNKNOWN, FIRST = 0, 1, 2
+"""Numbers of no token, of one that is not in the vocabulary, and of the most frequent one that is."""
+
+
+@dataclass
+class DataConfig:
+    """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
+
+    train_file: str = "sentences.json"
+    """Rows of a text and a label. Relative paths begin in the folder of run.py."""
+    validation_file: str | None = None
+    """None: what train_fraction leaves of train_file."""
+    test_file: str | None = None
+    train_fraction: float = 0.8
+    split_seed: int = 0
+    """Of the order in which train_file is split; not the run's, so that runs with other seeds see the same split."""
+    max_rows: int | None = None
+    """So many rows of each file, the first ones; None: all."""
+    label_names: list[str] = field(default_factory=lambda: ["weather", "food", "travel", "money"])
+    """In the order of their numbers. A file may hold either."""
+    max_length: int = 64
+    """Tokens of a sentence that are read; the rest is cut off."""
+    vocabulary_size: int = 8000
+    """Tokens, and pairs of neighbours, that have a number: the most frequent ones of the training rows."""
+    tokenizer: str | None = None
+    """Name or folder of a Hugging Face tokenizer, instead of `tokenize`; that of `model.pretrained` if one is named."""
+    fingerprint: str | None = None
+    """Filled in: of the vocabulary, without which a checkpoint is of no use. Leave it out of config.yaml."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.train_fraction < 1:
+            raise ValueError(f"train_fraction={self.train_fraction}: must be between 0 and 1. Set 0.8, for example.")
+        for key, lowest in {"max_rows": 2, "max_length": 1, "vocabulary_size": 10}.items():
+            value = getattr(self, key)
+            if value is not None and value < lowest:
+                raise ValueError(f"{key}={value}: must be at least {lowest}.")
+        if len(set(self.label_names)) < max(2, len(self.label_names)):
+            raise ValueError(f"label_names={','.join(self.label_names)}: must be two or more different names.")
+
+
+def tokenize(text: str) -> list[str]:
+    """The text's tokens: characters of Chinese, Japanese and Korean, words elsewhere, each other mark by itself.
+
+    For words instead of characters: `return jieba.lcut(text)` (Chinese; pip install jieba), or
+    `return MeCab.Tagger("-Owakati").parse(text).split()` (Japanese; pip install mecab-python3 unidic-lite).
+    """
+    return re.findall(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]|_", text.lower())
+
+
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"  # kana, ideographs, hangul
+
+
+class Batch(NamedTuple):
+    """What model.py gets, as long as its longest sentence."""
+
+    inputs: Tensor
+    """(B, L, 2) int64: number of the token, and of the pair that it makes with the one before. (B, L, 1) with a
+    tokenizer of Hugging Face."""
+    mask: Tensor
+    """(B, L) bool: True where there is a token."""
+    targets: Tensor
+    """(B,) int64, the label's place in label_names."""
+
+
+class Sentences(Dataset[Batch]):
+    """Sentences in memory.
+
+    sample_lengths: lets the loader put sentences of like length into one batch. label_names: for reports, predictions.
+    """
+
+    def __init__(
+        self, rows: list[tuple[str, int]], encode: "Vocabulary | PretrainedTokenizer", config: DataConfig
+    ) -> None:
+        self.encoded = [encode(text) for text, _ in rows]
+        self.targets = torch.tensor([label for _, label in rows])
+        self.sample_lengths = torch.tensor([len(sentence) for sentence in self.encoded])
+        self.label_names, self.padding = config.label_names, encode.padding
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """A whole batch, which costs less than stacking items."""
+        rows = torch.tensor(indices)
+        inputs = pad_sequence([self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding)
+        mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(1)  # (L,) < (B, 1) -> (B, L)
+        return Batch(inputs, mask, self.targets[rows])
+
+
+def build_datasets(config: DataConfig) -> tuple[Sentences, ...]:
+    """The training, the validation and, if a file of it is named, the test set; the same in every run."""
+    splits = read_splits(config)
+    encode = build_encoder(config, [text for text, _ in splits[0]])
+    return tuple(Sentences(rows, encode, config) for rows in splits)
+
+
+def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
+    """What `run.py predict SOURCE` looks at: the sentences of a file, or SOURCE itself; and their texts, to name them
+    by. Their targets mean nothing.
+    """
+    texts = read_texts(Path(source)) if Path(source).suffix in READERS else [source]
+    encode = build_encoder(config, [] if config.tokenizer else [text for text, _ in read_splits(config)[0]])
+    return Sentences([(text, 0) for text in texts], encode, config), texts
+
+
+def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
+    """Text and class id of the training, the validation and, if a file of it is named, the test rows."""
+    names = [name for name in (config.train_file, config.validation_file, config.test_file) if name is not None]
+    root = Path(__file__).parents[1]
+    splits = [read_rows(root / name, config.label_names, config.max_rows) for name in names]
+    if config.validation_file is None:
+        rows, generator = splits[0], torch.Generator().manual_seed(config.split_seed)
+        rows = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
+        num_train = min(max(1, round(config.train_fraction * len(rows))), len(rows) - 1)
+        splits[:1] = rows[:num_train], rows[num_train:]
+    return splits
+
+
+def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | PretrainedTokenizer":
+    """What turns a sentence into numbers: the vocabulary of these texts, or the tokenizer that the config names."""
+    if config.tokenizer is not None:
+        return PretrainedTokenizer(config.tokenizer, config.max_length)
+    vocabulary = Vocabulary(texts, config.vocabulary_size, config.max_length)
+    if config.fingerprint not in (None, vocabulary.fingerprint):
+        raise ConfigError(
+            f"data.fingerprint={config.fingerprint}: the training rows have other words. Put {config.train_file} "
+            "back as it was, or take the key out of the config and choose another name=…"
+        )
+    config.fingerprint = vocabulary.fingerprint  # so it stands in every checkpoint
+    return vocabulary
+
+
+class Vocabulary:
+    """Numbers the most frequent tokens and pairs of neighbouring tokens of the training rows."""
+
+    padding = PADDING
+
+    def __init__(self, texts: list[str], size: int, max_length: int) -> None:
+        self.max_length = max_length
+        counts: Counter[str] = Counter()
+        for text in texts:
+            tokens = tokenize(text)[:max_length]
+            counts.update((*tokens, *pairs(tokens)))
+        frequent = sorted(counts, key=lambda entry: (-counts[entry], entry))[: size - FIRST]
+        self.numbers = {entry: number for number, entry in enumerate(frequent, FIRST)}
+        self.fingerprint = hashlib.sha256("\n".join(frequent).encode()).hexdigest()[:16]
+
+    def __call__(self, text: str) -> Tensor:
+        """(L, 2) int64: the token's number, and the number of the pair that it makes with the token before it."""
+        tokens = tokenize(text)[: self.max_length] or [""]
+        singles = [self.numbers.get(token, UNKNOWN) for token in tokens]
+        return torch.tensor([singles, [self.numbers.get(pair, PADDING) for pair in pairs(tokens)]]).T
+
+
+class PretrainedTokenizer:
+    """A tokenizer of Hugging Face, by its name or folder."""
+
+    def __init__(self, name: str, max_length: int) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer, self.max_length = AutoTokenizer.from_pretrained(name), max_length
+        if self.tokenizer.pad_token is None:  # generative ones have none
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.padding: int = self.tokenizer.pad_token_id
+
+    def __call__(self, text: str) -> Tensor:
+        """(L, 1) int64"""
+        return torch.tensor(self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]).unsqueeze(1)
+
+
+def pairs(tokens: list[str]) -> list[str]:
+    """Each token with the one before it; the first one with nothing."""
+    return [f"{former} {token}" for former, token in zip(["", *tokens], tokens, strict=False)]

@@ -1,0 +1,184 @@
+"""YOURS: the model and its loss. Here, small transformer encoders that classify sentences together, trained from
+scratch; or any sequence classifier of Hugging Face, if `model.pretrained` names one.
+
+Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`; `run.py predict` uses `predict`; and, where you define them, `complete_config(model, data)`,
+`build_optimizer(model, config)` (instead of the one that config.yaml names) and `loss_weight(batch)` (what the loss is
+the mean over, if not samples: target tokens, say).
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .dataset import PADDING, Batch, DataConfig
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+
+@dataclass
+class ModelConfig:
+    """The keys of config.yaml under `model:`. A ValueError raised here is shown as one line, before anything starts."""
+
+    pretrained: str | None = None
+    """Name or folder of a Hugging Face model for sequence classification; it comes with its tokenizer, and the keys
+    below say nothing then."""
+    num_members: int = 3
+    """Encoders that are trained side by side and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474). What a few
+    thousand sentences teach depends on where one starts: three are as good as one on twice the data."""
+    hidden_size: int = 64
+    num_layers: int = 1
+    num_heads: int = 4
+    dropout: float = 0.4
+    embedding_dropout: float = 0.5
+    token_dropout: float = 0.4
+    """Chance that a token or a pair of tokens is left out of a training sentence."""
+    num_classes: int = 0
+    """0: as many as data.label_names."""
+    vocabulary_size: int = 0
+    """0: data.vocabulary_size."""
+    max_length: int = 0
+    """0: data.max_length."""
+
+    def __post_init__(self) -> None:
+        for name in ("dropout", "embedding_dropout", "token_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to below 1. Set 0.1, for example.")
+        for name in ("num_members", "num_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
+        if self.num_heads < 1 or self.hidden_size < 1 or self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}, both at least 1. "
+                "Set hidden_size=64 and num_heads=4, for example."
+            )
+        if self.pretrained is not None and find_spec("transformers") is None:
+            command = "pip install -c constraints.txt -e '.[transformers]'"
+            raise ValueError(f"pretrained={self.pretrained}: transformers is not installed. Run {command}")
+
+
+def complete_config(model: ModelConfig, data: DataConfig) -> None:
+    """Fill in what the model's section takes over from the data's, or the other way round, when both are read."""
+    data.tokenizer = data.tokenizer or model.pretrained
+    model.num_classes = model.num_classes or len(data.label_names)
+    model.vocabulary_size = model.vocabulary_size or data.vocabulary_size
+    model.max_length = model.max_length or data.max_length
+    if model.num_classes != len(data.label_names):
+        names = f"data.label_names has {len(data.label_names)} names"
+        raise ValueError(f"model.num_classes={model.num_classes}: {names}. Leave model.num_classes out of the config.")
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The network: (B, L, 2) numbers of tokens and pairs, and their (B, L) mask -> (B, num_members, num_classes)
+    logits.
+    """
+    return Pretrained(config.pretrained, config.num_classes) if config.pretrained else Ensemble(config)
+
+
+class Ensemble(nn.Module):
+    """Encoders that start from different weights."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(SentenceEncoder(config) for _ in range(config.num_members))
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        return torch.stack([member(inputs, mask) for member in self.members], dim=1)
+
+
+class SentenceEncoder(nn.Module):
+    """A transformer encoder whose mean over tokens is classified: (B, num_classes) logits.
+
+    A token is the sum of what stands for itself, for its place, and for the pair it makes with the token before it:
+    where characters are tokens, pairs of them are the next best thing to words.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.embedding = nn.Embedding(config.vocabulary_size, size, padding_idx=PADDING)
+        self.places = nn.Parameter(0.02 * torch.randn(config.max_length, size))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                size, config.num_heads, 2 * size, config.dropout, F.gelu, batch_first=True, norm_first=True
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm, self.output = nn.LayerNorm(size), nn.Linear(size, config.num_classes)
+        self.dropout, self.embedding_dropout = nn.Dropout(config.dropout), nn.Dropout(config.embedding_dropout)
+        self.token_dropout = config.token_dropout
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        with torch.no_grad():
+            self.embedding.weight[PADDING] = 0
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        if self.training:
+            inputs = inputs.masked_fill(torch.rand(inputs.shape, device=inputs.device) < self.token_dropout, PADDING)
+        hidden = self.embedding(inputs).sum(2)  # (B, L, 2, size) -> (B, L, size)
+        hidden = self.embedding_dropout(hidden + self.places[: hidden.shape[1]])
+        for layer in self.layers:
+            hidden = layer(hidden, src_key_padding_mask=~mask)
+        weights = mask.unsqueeze(2) / mask.sum(1)[:, None, None]  # (B, L, 1): no mean over what is padded
+        logits: Tensor = self.output(self.dropout((self.norm(hidden) * weights).sum(1)))
+        return logits
+
+
+class Pretrained(nn.Module):
+    """A model of Hugging Face that takes what the trainer gives it."""
+
+    def __init__(self, name: str, num_classes: int) -> None:
+        super().__init__()
+        from transformers import AutoModelForSequenceClassification
+
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=num_classes, ignore_mismatched_sizes=True
+        )
+        if self.model.config.pad_token_id is None:  # as the tokenizer does
+            self.model.config.pad_token_id = self.model.config.eos_token_id
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=inputs.squeeze(2), attention_mask=mask.long()).logits
+        return logits.unsqueeze(1)  # one member
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of one micro-batch's sentences and members, and the (B, num_classes) probabilities.
+
+    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    """
+    logits = model(batch.inputs, batch.mask)
+    targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])  # (B, num_members): each learns by itself
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), vote(logits)
+
+
+def vote(logits: Tensor) -> Tensor:
+    """(B, num_members, num_classes) logits -> (B, num_classes) probabilities."""
+    return logits.float().softmax(2).mean(1)
+
+
+def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """What `run.py predict` writes of each sample: columns of (B,) each. A `label` is shown by its name."""
+    probabilities, labels = vote(model(batch.inputs, batch.mask)).max(1)
+    return {"label": labels, "probability": probabilities}
+
+
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    """What evaluation reports beside the loss, by name; `evaluation.metric` in config.yaml picks one of them.
+
+    From a confusion_matrix it writes the scores of each class, as text and as a picture.
+    """
+    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+    accuracy = MulticlassAccuracy(config.num_classes, average="micro")
+    return MetricCollection({"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(config.num_classes)})
+
+
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
+    """Count one evaluated micro-batch; the trainer brings the counts of all ranks together."""
+    metrics.update(outputs, batch.targets)

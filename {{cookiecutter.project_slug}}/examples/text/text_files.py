@@ -1,0 +1,147 @@
+"""Reads rows of a text and a label from the kinds of files that people have, and says where the wrong ones stand."""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .validation import ConfigError, one_line
+
+Parsed = TypeVar("Parsed")
+
+MAX_PROBLEMS = 3
+
+
+def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -> list[tuple[str, int]]:
+    """Text and class id of each row, or of the first `max_rows`. ConfigError tells file and line of what is wrong.
+
+    .json: [[text, label], …]; .jsonl: one such row a line; in both a row may also be {"text": …, "label": …}.
+    .csv, .tsv: text and label, or any columns below a header that names `text` and `label`.
+    A label is one of `label_names`, or its place there, counted from 0.
+    """
+    return _read(path, max_rows, lambda record: (_text(record), _class_id(record, label_names)))
+
+
+def read_texts(path: Path) -> list[str]:
+    """The text of each row of such a file, with labels or without; or each line of a .txt that is not blank."""
+    return _read(path, None, _text)
+
+
+def _read(path: Path, max_rows: int | None, parse: Callable[[Any], Parsed]) -> list[Parsed]:
+    if path.suffix not in READERS:
+        raise ConfigError(f"{path}: must end in {', '.join(READERS)}. Give it the ending of what it holds.")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Check its name and permissions.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+    rows, problems = [], []
+    for place, record in islice(READERS[path.suffix](content), max_rows):
+        try:
+            rows.append(parse(record))
+        except ValueError as error:
+            problems.append(f"{path}, {place}: {error}")
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS - 1] += f" ({len(problems)} rows are wrong, these are the first)"
+    if problems or not rows:
+        raise ConfigError("\n".join(problems[:MAX_PROBLEMS]) or f"{path}: holds no rows. Write at least one.")
+    return rows
+
+
+def _text(record: Any) -> str:
+    if isinstance(record, ValueError):
+        raise record
+    text = record
+    if isinstance(record, list | dict):
+        text = record.get("text") if isinstance(record, dict) else record[0] if record else None
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("there is no text. A row is a text and a label.")
+    return text.strip()
+
+
+def _class_id(record: Any, label_names: list[str]) -> int:
+    label = record.get("label") if isinstance(record, dict) else record[1] if len(record) == 2 else None
+    if isinstance(record, str) or label is None:
+        raise ValueError("there is no label. A row is a text and a label.")
+    name = str(label).strip()
+    if name in label_names:
+        return label_names.index(name)
+    if not name.isdecimal() or int(name) >= len(label_names):
+        names = one_line(", ".join(label_names))
+        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, 0 to {len(label_names) - 1}.")
+    return int(name)
+
+
+Records = Iterator[tuple[str, Any]]
+"""Where each record stands, and the record, or the ValueError that reading it has raised."""
+
+
+def _read_json(content: str) -> Records:
+    """Row by row, since json.loads() would forget their lines."""
+    decoder, gap = json.JSONDecoder(), re.compile(r"[\s,]*")
+    opening = re.match(r"\s*\[", content)
+    if opening is None:
+        yield "line 1", ValueError("there is no list of rows: [[text, label], …].")
+        return
+    line, start, number = 1 + opening[0].count("\n"), opening.end(), 1
+    while True:
+        between = gap.match(content, start)
+        assert between, "it matches nothing too"
+        line, start = line + between[0].count("\n"), between.end()
+        if content[start : start + 1] == "]":
+            return
+        place = f"line {line}, row {number}"
+        try:
+            record, end = decoder.raw_decode(content, start)
+        except json.JSONDecodeError as error:
+            yield place, ValueError(f"{error.msg}.")  # where the next row begins cannot be told
+            return
+        yield place, record
+        line, start, number = line + content.count("\n", start, end), end, number + 1
+
+
+def _read_json_lines(content: str) -> Records:
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                record = ValueError(f"{error.msg}.")
+            yield f"line {number}", record
+
+
+def _read_table(content: str, delimiter: str) -> Records:
+    reader = csv.reader(StringIO(content), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        place = f"line {reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield place, ValueError(str(error))
+            return
+        names = [cell.strip().lower() for cell in cells]
+        if not header and {"text", "label"} & set(names) and place == "line 1":
+            header = names
+        elif any(names):
+            yield place, dict(zip(header, cells, strict=False)) if header else cells
+
+
+def _read_lines(content: str) -> Records:
+    return ((f"line {number}", line) for number, line in enumerate(content.split("\n"), start=1) if line.strip())
+
+
+READERS: dict[str, Callable[[str], Records]] = {
+    ".json": _read_json,
+    ".jsonl": _read_json_lines,
+    ".csv": lambda content: _read_table(content, ","),
+    ".tsv": lambda content: _read_table(content, "\t"),
+    ".txt": _read_lines,
+}

@@ -1,0 +1,132 @@
+"""Where the ranks of a launcher, or nodes, meet: they find the store, agree on what they run, say who is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config, differing_keys, to_dict
+from ..validation import ConfigError
+from .environment import Launched
+
+Fingerprint = dict[str, Any]
+FAREWELL_SECONDS = 30.0
+
+
+class MissingError(ConfigError):
+    """Somebody did not come: a failure (exit code 1) that is told in one line."""
+
+    exit_code = 1
+
+
+def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Launched]:
+    """Where the ranks of a launcher meet, and this one's place with the number of this attempt. ConfigError if rank 0
+    cannot serve it, or does not.
+    """
+    is_served_here = launched.rank == 0 and not launched.is_store_served
+    address, port = launched.master_addr, launched.master_port
+    try:
+        store = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
+    except dist.DistError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={address} MASTER_PORT={port}: rank {launched.rank} finds no meeting there "
+            f"({str(error).splitlines()[0]}). Start every rank, or set launch.master_addr and launch.master_port."
+        ) from None
+    if launched.is_store_served:
+        launched = launched._replace(attempt=_number_of_attempt(store, launched.rank, launched.world_size, timeout))
+    # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
+    return dist.PrefixStore(f"attempt_{launched.attempt}", store), launched
+
+
+def _number_of_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> int:
+    """How often the ranks have been started before. torchrun's own count differs between nodes: with the c10d
+    rendezvous a node counts only failures of its own. So rank 0 counts, and tells each rank that asks it under a name
+    which no rank has had before: what the dead ones have asked and heard is still in the store.
+    """
+    if rank > 0:
+        name = uuid.uuid4().hex
+        store.set(f"asks/{rank}", name)
+        try:
+            attempt = int(store.get(f"answer/{name}"))
+        except dist.DistError as error:
+            raise missing("rank 0", world_size, timeout, error) from None
+        store.set(f"heard/{name}/{attempt}", "1")
+        return attempt
+    attempt = store.add("attempts", 1) - 1
+    waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while waiting:
+        for other in [other for other in waiting if store.check([f"asks/{other}"])]:
+            name = store.get(f"asks/{other}").decode()
+            store.set(f"answer/{name}", str(attempt))
+            if store.check([f"heard/{name}/{attempt}"]):
+                waiting.remove(other)
+        if waiting and time.monotonic() > deadline:
+            raise missing(f"rank {', '.join(map(str, sorted(waiting)))}", world_size, timeout)
+        time.sleep(0.02)
+    return attempt
+
+
+def agree(
+    store: dist.Store, kind: str, number: int, count: int, own: Fingerprint, timeout: timedelta
+) -> list[Fingerprint]:
+    """What all `count` of a kind ("node", "rank") say of themselves, `own` from this one, whose number is given.
+
+    ConfigError on all of them, which names who has not come, or in what they differ.
+    """
+    keys = [f"{kind}/{other}" for other in range(count)]
+    try:
+        store.set(keys[number], json.dumps(own))
+        store.wait(keys, timeout)
+        found: list[Fingerprint] = [json.loads(store.get(key)) for key in keys]
+        num_read, deadline = store.add(f"{kind}/num_read", 1), time.monotonic() + FAREWELL_SECONDS
+        while number == 0 and num_read < count and time.monotonic() < deadline:  # the store may be here: who serves it
+            time.sleep(0.01)  # must not end before all have read
+            num_read = store.add(f"{kind}/num_read", 0)
+    except dist.DistError as error:
+        raise missing(_absent(store, kind, keys), count, timeout, error) from None
+    for other, theirs in enumerate(found):
+        if lines := differing_keys(found[0] | {"num_devices": 0}, theirs | {"num_devices": 0}):
+            raise ConfigError(
+                f"{kind} {other} would not train what {kind} 0 does: {'; '.join(lines[:5])} "
+                f"({kind} 0 -> {kind} {other}). Bring both to one state."
+            )
+    return found
+
+
+def _absent(store: dist.Store, kind: str, keys: list[str]) -> str:
+    try:
+        return f"{kind} " + ", ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
+    except dist.DistError:
+        return f"{kind} 0, or another before it,"  # the store is gone, and number 0 held it
+
+
+def missing(who: str, count: int, timeout: timedelta, error: Exception | None = None) -> MissingError:
+    """To be raised when somebody has not come."""
+    reason = f" ({str(error).splitlines()[0]})" if error else ""
+    return MissingError(
+        f"{who} of {count} did not arrive within launch.timeout_minutes={timeout.total_seconds() / 60:g}{reason}. "
+        "See there what happened; a longer start needs a higher value."
+    )
+
+
+def fingerprint(config: Config) -> Fingerprint:
+    """What must be the same on all nodes: the versions, the config but for what is each node's own, the sources."""
+    own = ("launch", "device_ids")
+    package = Path(__file__).parents[1]
+    sources = [package.with_name("run.py"), *sorted(package.rglob("*.py"))]
+    return {
+        "torch": torch.__version__,
+        "config": {key: value for key, value in to_dict(config).items() if key not in own},
+        "source of": {
+            path.relative_to(package.parent).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            for path in sources
+        },
+    }

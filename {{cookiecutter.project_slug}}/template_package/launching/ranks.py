@@ -1,0 +1,137 @@
+"""What a rank does, however it was started: meet the others, join the group, run, leave, and say what went wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config
+from ..validation import ConfigError
+from .distributed import RankContext, join_group, leave_group, set_context
+from .environment import Launched
+from .meeting import agree, fingerprint
+from .processes import STOPPED, Failure, Report
+from .starting import num_usable_cores
+
+RunFunction = Callable[[int, int, Config], None]
+Address = tuple[str, int, str]
+"""Host, port and prefix of the store where ranks started here meet."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+MAX_TEXT = 15_000
+"""Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
+
+
+def run_rank_here(run_fn: RunFunction, config: Config, context: RankContext) -> int:
+    """The exit code of the only rank, in the calling process: a debugger works."""
+    return _run_rank(run_fn, config, context, partial(print_failure, place=context))
+
+
+def run_started_rank(run_fn: RunFunction, config: Config, place: RankContext, address: Address, report: Report) -> int:
+    """The exit code of a rank that our own launching process has started."""
+    host, port, prefix = address
+    timeout = timedelta(minutes=config.launch.timeout_minutes)
+    store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, timeout=timeout))
+    return _run_rank(run_fn, config, replace(place, store=store), report)
+
+
+def run_launched_rank(run_fn: RunFunction, config: Config, place: RankContext, launched: Launched) -> int:
+    """Run this process's rank of a launcher's, and end the process with its exit code."""
+    store = place.store
+    assert store is not None
+    if launched.attempt > 0:
+        config = go_on(config)
+
+    def report(failure: Failure) -> None:
+        with suppress(dist.DistError):  # rank 0 is gone, and the store with it: it has told why
+            if store.add("failures", 1) == 1:  # the others' lost connections follow from the first
+                print_failure(failure, place)
+
+    context = place if place.world_size > 1 else replace(place, store=None)
+    code = _run_rank(run_fn, config, context, report, fingerprint(config))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
+
+
+def go_on(config: Config) -> Config:
+    """For another attempt at the same run: resume=never was said of what lay there before the first."""
+    if config.checkpoint.resume != "never":
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+def print_failure(failure: Failure, place: RankContext) -> None:
+    """The traceback, headed by rank, host and device; or the one line of a user's mistake."""
+    if failure.exit_code == 2:
+        text = f"error: {failure.text}"
+    else:
+        text = f"rank {place.rank} ({socket.gethostname()}, {place.device}) failed:\n{failure.text}"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run_rank(
+    run_fn: RunFunction, config: Config, context: RankContext, report: Report, identity: dict[str, object] | None = None
+) -> int:
+    torch.set_num_threads(_num_threads(context.local_world_size))
+    timeout = timedelta(minutes=config.launch.timeout_minutes)
+
+    def fail(text: str, code: int = 1) -> None:
+        report(Failure(context.local_rank, code, text[-MAX_TEXT:], time.time()))
+
+    set_context(replace(context, abort=fail))
+    code = 0
+    try:
+        if config.launch.debug:
+            os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", TORCH_CPP_LOG_LEVEL="INFO", NCCL_DEBUG="INFO")
+            dist.set_debug_level_from_env()  # torch has read the environment when it was imported
+        if context.store is not None:
+            _meet(context, timeout, identity or {})
+        join_group(context, config.launch.backend, 2 * timeout)  # a hang is found by training/watchdog.py, before
+        run_fn(context.rank, context.world_size, config)
+    except ConfigError as error:
+        fail(str(error), error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return STOPPED[0]
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException as error:
+        fail(_disk_failure(error) or traceback.format_exc())
+        return 1
+    if code in (0, *STOPPED):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
+        leave_group()
+    return code
+
+
+def _disk_failure(error: BaseException) -> str:
+    """One line if a file could not be written for the disk's sake."""
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+        return ""
+    return (
+        f"cannot write {error.filename or 'to the disk'}: {error.strerror}. The last checkpoint is whole: mend the "
+        "disk, and the same command continues."
+    )
+
+
+def _meet(context: RankContext, timeout: timedelta, identity: dict[str, object]) -> None:
+    """Wait for all ranks, and refuse those that run something else."""
+    assert context.store is not None
+    agree(context.store, "rank", context.rank, context.world_size, identity, timeout)
+
+
+def _num_threads(num_local_ranks: int) -> int:
+    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
+    return max(1, num_usable_cores() // num_local_ranks)

@@ -1,0 +1,80 @@
+"""How a process of ours begins: what it imports before it is needed, which signals reach it, and with whom it dies."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+PARENT_AT_START = os.getppid()
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may use (a scheduler may have given it fewer than the machine has)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def process_started_at() -> float:
+    """When this process began, in seconds since 1970 (elsewhere than on Linux: about now)."""
+    if sys.platform != "linux":
+        return time.time()
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the system to kill this process when its parent is gone (Linux), so that none is left on a GPU.
+
+    parent: its id when this process began: if it has gone before this call, this process ends now.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
+
+
+def warm_up(words: Sequence[str], config_path: Path) -> None:
+    """Start the fork server, if these words and this config look like several ranks: it imports what is slow, once for
+    all of them, while this process reads the config. A wrong guess costs time alone.
+    """
+    starts_none = {"benchmark", "doctor", "smoke"} & {*words}
+    if sys.platform != "linux" or not os.environ.keys().isdisjoint(("RANK", "HOROVOD_RANK")) or starts_none:
+        return
+    # None of it may touch CUDA: a forked child could not use it. So nothing of yours is among them.
+    modules = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "omegaconf")
+    multiprocessing.set_forkserver_preload(list(modules))
+    text = config_path.read_text(encoding="utf-8", errors="replace") if config_path.is_file() else ""
+    text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
+    device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
+    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if device_ids and ("," in device_ids[-1] or (device_ids[-1].startswith("auto") and num_gpus > 1)):
+        with signals_held_back():
+            forkserver.ensure_running()
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Processes started in the body begin with these signals blocked: a fork server would otherwise die of them."""
+    resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def choose_start_method(name: str) -> str:
+    if name != "auto":
+        return name
+    return "forkserver" if sys.platform == "linux" else "spawn"

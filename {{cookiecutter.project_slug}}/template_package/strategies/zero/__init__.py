@@ -1,0 +1,1 @@
+"""Parts of deepspeed.py: the settings that DeepSpeed gets, and its state in checkpoints."""

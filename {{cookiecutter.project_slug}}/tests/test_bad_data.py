@@ -1,0 +1,45 @@
+"""Data that cannot be read, or is not what it should be: the sample is named, and all ranks end."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import Project
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("word", "reason", "sample"),
+    [
+        ("data.failing_index=50", "cannot read the file of sample 50", "while reading sample 50 of Numbers"),
+        ("data.odd_index=50", "RuntimeError: ", "in a micro-batch of the samples ["),
+        ("data.num_missing=3", "there is no sample 10", "while reading sample 10"),
+    ],
+)
+def test_sample_is_named_and_all_ranks_end(project: Project, word: str, reason: str, sample: str, workers: int) -> None:
+    output = project.run("device_ids=cpu,cpu", word, f"loader.num_workers={workers}", code=1)
+    assert reason in output and sample in output and output.count(") failed:\n") == 1
+
+
+def test_worker_that_the_system_ends_is_told(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1)
+    assert "DataLoader worker" in output and "is killed by signal" in output and output.count(") failed:\n") == 1
+
+
+def test_fewer_samples_than_ranks_train_and_no_samples_are_refused(project: Project) -> None:
+    project.run("device_ids=cpu,cpu,cpu", "data.num_samples=2", "data.num_validation=1", "training.epochs=2")
+    assert [line["num_samples"] for line in project.lines("run", "validation")] == [1, 1]
+    assert len(project.lines("run")) == 2
+    output = project.run("name=empty", "device_ids=cpu,cpu", "data.num_samples=0", code=2)
+    assert "data set is empty" in output and "Traceback" not in output
+
+
+def test_rank_twenty_times_slower_trains_the_same(project: Project) -> None:
+    project.run("device_ids=cpu,cpu", "training.epochs=1")
+    project.run("name=uneven", "device_ids=cpu,cpu", "training.epochs=1", "model.fault=slow")
+    assert project.lines("uneven") == project.lines("run")
+
+
+def test_model_that_differs_between_ranks_is_refused(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "model.fault=skip", code=2)
+    assert "0.weight" in output and "got no gradient" in output and "Traceback" not in output

@@ -1,0 +1,81 @@
+"""A rank that fails, is killed or hangs ends all of them within seconds, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import Project
+
+LIMIT_SECONDS = 5.0
+
+
+def children(pid: int) -> list[int]:
+    """The living processes that this one has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    return [found for child in children(pid) for found in (child, *descendants(child))]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
+def test_twenty_kills_at_random_moments_end_within_seconds_and_leave_no_process(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "loader.num_workers=1", "model.seconds_per_step=0.01", "training.epochs=40")
+    project.run(*words, "training.max_steps=1", "name=first")  # the session and its fork server are there now
+    idle, choose, killed = set(descendants(project.session.pid)), random.Random(7), []
+
+    def kill(number: int) -> None:
+        delay, deadline = choose.uniform(0.0, 1.2), time.monotonic() + 60
+        while not (ranks := sorted(set(descendants(project.session.pid)) - idle)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay)
+        ranks = sorted(set(descendants(project.session.pid)) - idle)
+        victim = choose.choice(ranks)
+        os.kill(victim, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    for number in range(20):
+        killer = threading.Thread(target=kill, args=(number,))
+        killer.start()
+        output = project.run(*words, f"name=run{number}", code=1)
+        seconds = time.monotonic() - killed[-1]
+        killer.join()
+        assert seconds < LIMIT_SECONDS, f"{seconds:.1f} s after the kill\n{output}"
+        assert set(descendants(project.session.pid)) <= idle, output
+        assert output.count(") failed:\n") == 1, output
+    assert len(killed) == 20
+
+
+def test_hang_is_found_and_the_rank_behind_is_named(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "launch.timeout_minutes=0.05")
+    output = project.run(*words, "model.fault=hang", code=1)
+    assert "no progress for launch.timeout_minutes=0.05" in output and "Behind the others: rank 1." in output
+    logs = [(project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert all("Current thread" in log or "Thread 0x" in log for log in logs)
+    assert "in compute_loss" not in logs[0] and "in compute_loss" in logs[1], "where rank 1 hangs"
+
+
+def test_rank_that_does_not_even_answer_is_named(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=freeze", code=1)
+    assert "Without an answer: rank 1." in output
+
+
+def test_one_rank_that_hangs_ends_too(project: Project) -> None:
+    process = project.start("launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "no progress for launch.timeout_minutes=0.05" in errors

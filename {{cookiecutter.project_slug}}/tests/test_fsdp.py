@@ -1,0 +1,159 @@
+"""FSDP: each rank holds a part, and every option computes what DDP computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from template_package.config import FsdpConfig, TrainingConfig
+from template_package.launching.distributed import RankContext
+from template_package.strategies.fsdp import FullyShardedStrategy
+from template_package.validation import ConfigError
+
+from conftest import Project
+from test_resuming import assert_equal
+
+WORDS = ["device_ids=cpu,cpu", "training.epochs=1", "training.micro_batch_size=4", "training.max_gradient_norm=0.5"]
+SAME = 1e-5  # seven steps of sums in another order
+
+
+@pytest.fixture
+def context() -> Iterator[RankContext]:
+    """Rank 1 of 3, with collectives that do nothing."""
+    if dist.is_initialized():  # DeepSpeed's tests leave theirs in this process
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield RankContext(rank=1, world_size=3, local_rank=1, local_world_size=3)
+    dist.destroy_process_group()
+
+
+def strategy_of(context: RankContext, **options: Any) -> FullyShardedStrategy:
+    return FullyShardedStrategy(replace(TrainingConfig(), **options), context, FsdpConfig())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 30)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 2)]  # fails on the meta device
+
+
+def test_other_ranks_build_without_memory_and_hold_a_part_of_each_weight(context: RankContext) -> None:
+    strategy = strategy_of(context)
+    model = strategy.build(Model)
+    assert isinstance(model, Model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    whole = {name: parameter.shape for name, parameter in model.named_parameters()}
+    strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    parts = dict(strategy.module.named_parameters())
+    assert {name: part.shape for name, part in parts.items()} == whole
+    for name, part in parts.items():
+        assert isinstance(part, DTensor) and not part.is_meta, name
+        first = -(-whole[name][0] // 3)
+        assert part.to_local().shape == (min(first, whole[name][0] - first), *whole[name][1:])
+    assert model.head.weight is model.embedding.weight, "a tied weight stays one"
+    assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters()), "other modules are as ever"
+    units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    assert units == ["", "layers.0", "layers.1"]
+
+
+def test_scalar_parameter_is_refused(context: RankContext) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"parameter scale is a scalar.*shape \(1,\)"):
+        strategy_of(context).prepare(model)
+
+
+def test_options_compute_what_ddp_computes(project: Project) -> None:
+    # A weight with two names, and batch normalization, whose statistics are each rank's own.
+    project.edit("model.py", ", nn.Linear(16, 2)", ", nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 2)")
+    project.edit("model.py", "model.config, model", "model[6].weight = model[3].weight\n    model.config, model")
+    options = {
+        "plain": [],
+        "offload": ["fsdp.cpu_offload=true"],
+        "gathered": ["fsdp.reshard_after_forward=false"],
+        "again": ["training.activation_checkpointing=true"],
+        "unused": ["model.has_unused_parameter=true", "ddp.find_unused_parameters=true"],
+        "checked": ["training.check_replicas_every_steps=2"],
+        "bf16": ["training.precision=bf16"],
+        "fp16": ["training.precision=fp16"],
+    }
+    cases = {f"fsdp-{name}": ["strategy=fsdp", *WORDS, *words] for name, words in options.items()}
+    cases |= {f"ddp-{name}": [*WORDS, *options[name]] for name in ("plain", "again", "unused", "bf16", "fp16")}
+    project.run_many(cases)
+    for name in options:
+        reference = f"ddp-{name}" if f"ddp-{name}" in cases else "ddp-plain"
+        tolerance = 1e-3 if name in ("bf16", "fp16") else SAME
+        for split, keys in (("train", ("loss", "gradient_norm")), ("validation", ("loss", "absolute_error"))):
+            lines, expected = project.lines(f"fsdp-{name}", split), project.lines(reference, split)
+            assert len(lines) == len(expected) > 0
+            for key in keys[:1] if name == "fp16" else keys:  # its first scale is too high: the norm is no number
+                values = [line[key] for line in lines]
+                assert values == pytest.approx([line[key] for line in expected], rel=tolerance), (name, key)
+        state, other = project.checkpoint(f"fsdp-{name}", 7), project.checkpoint(reference, 7)
+        assert state["model"].keys() == other["model"].keys()
+        assert state["optimizer"]["state"].keys() == other["optimizer"]["state"].keys()
+        for key, weight in other["model"].items():
+            torch.testing.assert_close(state["model"][key], weight, rtol=10 * tolerance, atol=10 * tolerance)
+    project.run("name=fsdp-unused", *cases["fsdp-unused"], "training.epochs=2")
+    assert [line["step"] for line in project.lines("fsdp-unused")] == list(range(1, 15))
+    skipped = [project.json(f"{name}-fp16", "summary.json")["skipped_steps"] for name in ("fsdp", "ddp")]
+    assert skipped[0] == skipped[1] > 0
+
+
+def test_rank_without_a_part_of_a_weight_computes_all_the_same(project: Project) -> None:
+    words = ["device_ids=cpu,cpu,cpu", *WORDS[1:], "checkpoint.every_steps=4"]  # the last weight has two rows
+    project.run_many({"ddp": words, "fsdp": ["strategy=fsdp", *words]})
+    for split in ("train", "validation"):
+        losses, expected = ([line["loss"] for line in project.lines(name, split)] for name in ("fsdp", "ddp"))
+        assert losses == pytest.approx(expected, rel=SAME)
+    project.rewind("fsdp", 4, "resumed")
+    project.run("name=resumed", "strategy=fsdp", *words)
+    assert project.lines("resumed") == project.lines("fsdp")
+    assert assert_equal(project.checkpoint("resumed", 7), project.checkpoint("fsdp", 7)) >= 6 + 3 * 6
+
+
+def test_one_rank_may_offload_too(project: Project) -> None:
+    words = ["device_ids=cpu", *WORDS[1:]]
+    project.run_many({"plain": words, "offload": ["strategy=fsdp", "fsdp.cpu_offload=true", *words]})
+    assert project.lines("offload") == project.lines("plain")
+
+
+def test_what_it_cannot_do_is_refused(project: Project) -> None:
+    cases = {
+        "loss scaling": ["device_ids=cpu,cpu", "fsdp.cpu_offload=true", "training.precision=fp16"],
+        "training.sync_batchnorm=true": [
+            "device_ids=cpu,cpu", "training.sync_batchnorm=true", "training.micro_batch_size=4",
+        ],
+    }  # fmt: skip
+    for message, words in cases.items():
+        output = project.run("strategy=fsdp", *words, code=2)
+        assert message in output and "Traceback" not in output
+
+
+def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(project: Project) -> None:
+    output = project.run("strategy=fsdp", "device_ids=cpu,cpu", "data.nan_index=17", code=1)
+    assert "is not finite" in output and output.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_compiled_model_computes_the_same(project: Project) -> None:
+    project.run_many(
+        {"plain": ["strategy=fsdp", *WORDS], "compiled": ["strategy=fsdp", *WORDS, "training.compile=true"]}
+    )
+    plain, compiled = ([line["loss"] for line in project.lines(name)] for name in ("plain", "compiled"))
+    assert compiled == pytest.approx(plain, rel=SAME)
