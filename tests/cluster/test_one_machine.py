@@ -33,17 +33,17 @@ def test_mpirun(image: Host, image_losses: list[float]) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "rest"),
     [
-        ("device_ids=0,2 name=a", "--max-restarts=3 --nproc-per-node=2 --standalone", "device_ids=0,2 name=a"),
-        ("device_ids=[0,2,3]", "--max-restarts=3 --nproc-per-node=3 --standalone", "device_ids=[0,2,3]"),
-        ("device_ids=auto:4", "--max-restarts=3 --nproc-per-node=4 --standalone", "device_ids=auto:4"),
-        ("device_ids=auto", "--max-restarts=3 --nproc-per-node=8 --standalone", "device_ids=auto"),
-        ("name=a", "--max-restarts=3 --nproc-per-node=8 --standalone", "name=a"),  # config.yaml says auto
-        ("--config three.yaml", "--max-restarts=3 --nproc-per-node=3 --standalone", "--config three.yaml"),
-        ("--config=three.yaml a=b", "--max-restarts=3 --nproc-per-node=3 --standalone", "--config=three.yaml a=b"),
-        ("evaluate device_ids=cpu", "--max-restarts=3 --nproc-per-node=1 --standalone", "evaluate device_ids=cpu"),
+        ("device_ids=0,2 name=a", "--nproc-per-node=2 --standalone", "device_ids=0,2 name=a"),
+        ("device_ids=[0,2,3]", "--nproc-per-node=3 --standalone", "device_ids=[0,2,3]"),
+        ("device_ids=auto:4", "--nproc-per-node=4 --standalone", "device_ids=auto:4"),
+        ("device_ids=auto", "--nproc-per-node=8 --standalone", "device_ids=auto"),
+        ("name=a", "--nproc-per-node=8 --standalone", "name=a"),  # config.yaml says auto
+        ("--config three.yaml", "--nproc-per-node=3 --standalone", "--config three.yaml"),
+        ("--config=three.yaml a=b", "--nproc-per-node=3 --standalone", "--config=three.yaml a=b"),
+        ("evaluate device_ids=cpu", "--nproc-per-node=1 --standalone", "evaluate device_ids=cpu"),
         (
             "--max-restarts=0 --nproc-per-node=2 device_ids=auto",
-            "--max-restarts=3 --max-restarts=0 --nproc-per-node=2 --standalone",  # the last one counts
+            "--max-restarts=0 --nproc-per-node=2 --standalone",  # the last one counts
             "device_ids=auto",
         ),
     ],
@@ -54,4 +54,6 @@ def test_script_for_torchrun_starts_a_rank_a_device(words: str, options: str, re
     stub.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 8 || echo "$@"\n', encoding="utf-8")
     stub.chmod(0o755)
     printed = image.start("scripts/torchrun.sh", *words.split(), PYTHON=str(stub)).ended()
-    assert printed.split() == ["-m", "torch.distributed.run", *options.split(), f"{image.folder}/run.py", *rest.split()]
+    fixed = "--max-restarts=3 --shutdown-timeout=180 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    words = [*fixed.split(), *options.split(), f"{image.folder}/run.py", *rest.split()]
+    assert printed.split() == ["-m", "torch.distributed.run", *words]

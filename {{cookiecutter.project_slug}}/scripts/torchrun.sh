@@ -10,7 +10,8 @@ set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python}
 
-options=(--max-restarts=3)
+# SIGUSR1 is the warning of many schedulers. Ranks that are asked to stop have three minutes to save.
+options=(--max-restarts=3 --shutdown-timeout=180 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 while [[ ${1:-} == --*=* && $1 != --config=* ]]; do
   options+=("$1")
   shift

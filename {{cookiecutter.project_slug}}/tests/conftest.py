@@ -57,8 +57,7 @@ class Session:
 
     def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
         """Exit code (None if there was no end in time) and output."""
-        if self._process is None:
-            self._start()
+        self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
         print(
@@ -72,11 +71,14 @@ class Session:
 
     @property
     def pid(self) -> int:
-        """Of the process that has run the last command."""
-        assert self._process is not None, "no command has run yet"
+        """Of the process that runs the commands."""
+        assert self._process is not None, "start it first"
         return self._process.pid
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process, if there is none; `run` does that by itself."""
+        if self._process is not None:
+            return
         receiver, sender = os.pipe()
         with self._path.open("ab") as output:
             self._process = subprocess.Popen(

@@ -1,0 +1,140 @@
+"""A run that is asked to stop, whoever is told and whatever it is at: all ranks end after the same step, it is saved,
+and the same command goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from conftest import Project
+
+LIMIT_SECONDS = 10.0
+WORDS = (
+    "device_ids=cpu,cpu", "model.dropout=0.3", "data.noise=0.1", "loader.num_workers=1", "model.seconds_per_step=0.02",
+    "evaluation.micro_batch_size=1", "checkpoint.every_steps=1", "training.epochs=10",
+)  # fmt: skip
+NUM_STEPS = 70
+SLOW_SAVE = (
+    "training/checkpoint.py",
+    "    content = {**state",
+    "    __import__('time').sleep(0.4)\n        content = {**state",
+)
+
+
+def the_parent(project: Project, number: int) -> None:
+    os.kill(project.session.pid, number)
+
+
+def all_of_them(project: Project, number: int) -> None:
+    os.killpg(project.session.pid, number)
+
+
+def one_rank(project: Project, number: int) -> None:
+    log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    os.kill(int(re.findall(r"pid=(\d+)", log)[-1]), number)
+
+
+@pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
+def test_whoever_is_told_in_whatever_phase_the_run_saves_and_goes_on(project: Project, phase: str) -> None:
+    words = (*WORDS, *(["evaluation.every_steps=1"] if phase == "evaluation" else []))
+    project.run(*words, "name=undisturbed")
+    if phase == "saving":
+        project.edit(*SLOW_SAVE)
+    elif phase == "evaluation":
+        (project.folder / "seconds_per_evaluation").write_text("0.05", encoding="utf-8")
+    targets: list[Callable[[Project, int], None]] = [one_rank, the_parent, all_of_them]
+    stopped_after = [0]
+    for tell, number in zip(targets * 2, [signal.SIGTERM] * 3 + [signal.SIGUSR1] * 3, strict=True):
+        with signalled(project, tell, number, after_lines=1, after_seconds=0.1) as sent:
+            output = project.run(*words, code=143)
+        assert time.monotonic() - sent[0] < LIMIT_SECONDS, output
+        step = project.lines("run")[-1]["step"]
+        assert stopped_after[-1] < step < NUM_STEPS, "it has gone on from there, and has not come to its end"
+        saved = project.checkpoint("run", step)
+        assert saved["step"] == step and project.json("run", "summary.json")["status"] == "stopped"
+        assert phase != "evaluation" or saved["early_stopping"]["is_evaluation_pending"]
+        stopped_after.append(step)
+    if phase == "saving":
+        project.edit(SLOW_SAVE[0], *reversed(SLOW_SAVE[1:]))
+    (project.folder / "seconds_per_evaluation").unlink(missing_ok=True)
+    project.run(*words)
+    for split in ("train", "validation"):
+        assert project.lines("run", split) == project.lines("undisturbed", split)
+    assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:
+    for words in (["device_ids=cpu"], ["device_ids=cpu,cpu"]):
+        with signalled(project, the_parent, signal.SIGINT, after_lines=2):
+            project.run(*words, "model.seconds_per_step=0.05", code=130)
+        step = project.lines("run")[-1]["step"]
+        assert step < 21 and project.checkpoint("run", step)["step"] == step
+
+    def twice(project: Project, number: int) -> None:
+        the_parent(project, number)
+        time.sleep(1.0)
+        the_parent(project, number)
+
+    with signalled(project, twice, signal.SIGINT, name="stuck", after_lines=2) as sent:
+        project.run("name=stuck", "device_ids=cpu,cpu", "model.fault=hang", code=130)
+    assert time.monotonic() - sent[0] < LIMIT_SECONDS
+
+
+@pytest.mark.slow
+def test_torchruns_agent_passes_the_warning_on(project: Project) -> None:
+    options = "--nproc-per-node=2 --standalone --max-restarts=3 --signals-to-handle=SIGTERM,SIGUSR1"
+    process = project.start(*WORDS, command=[sys.executable, "-m", "torch.distributed.run", *options.split()])
+    while num_lines(project) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    step = project.lines("run")[-1]["step"]
+    assert process.returncode == 1 and step < NUM_STEPS and project.checkpoint("run", step)["step"] == step, errors
+    project.run(*WORDS)
+    project.run(*WORDS, "name=undisturbed")
+    assert project.lines("run") == project.lines("undisturbed")
+
+
+def num_lines(project: Project, name: str = "run") -> int:
+    """Lines of training figures in the run's metrics.jsonl."""
+    metrics = project.directory(name) / "metrics.jsonl"
+    return metrics.read_text(encoding="utf-8").count('"train"') if metrics.exists() else 0
+
+
+@contextmanager
+def signalled(
+    project: Project,
+    tell: Callable[[Project, int], None],
+    number: int,
+    *,
+    name: str = "run",
+    after_lines: int,
+    after_seconds: float = 0.0,
+) -> Iterator[list[float]]:
+    """While the body runs a command in the session, tell it when the run has written so many lines more of training
+    figures than it has now. Yields a list that gets the moment.
+    """
+    project.session.start()
+    wanted, deadline, sent = num_lines(project, name) + after_lines, time.monotonic() + 60, list[float]()
+
+    def send() -> None:
+        while num_lines(project, name) < wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(after_seconds)
+        sent.append(time.monotonic())
+        tell(project, number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    yield sent
+    sender.join()
