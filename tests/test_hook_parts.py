@@ -146,6 +146,6 @@ def test_hooks_import_on_the_oldest_python_of_cookiecutter() -> None:
     """The hook runs in cookiecutter's Python, which may be 3.10; nothing of 3.11 may creep in."""
     folder = Path(__file__).parents[1]
     sources = [*folder.glob("hooks/*.py"), *folder.glob("*/template_only/*.py")]
-    assert len(sources) == 5
+    assert {"post_gen_project.py", "first_smoke_test.py"} <= {path.name for path in sources}
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--target-version=py310", "--select=F,E9"]
     subprocess.run([*command, *map(str, sources)], check=True)

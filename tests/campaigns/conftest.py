@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,17 +29,43 @@ def is_long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
+Report = Callable[..., None]
+ROWS = pytest.StashKey[list[tuple[str, int, int]]]()
+TEXTS = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS], config.stash[TEXTS] = [], []
+
+
 @pytest.fixture
-def report(request: pytest.FixtureRequest, is_long: bool) -> Callable[[str], None]:
-    """Prints a text, and writes it to build/campaigns/<test>.md after a long campaign."""
+def report(request: pytest.FixtureRequest) -> Report:
+    """Takes a row of the table, and what else is to be told of the campaign: report(fault, tried, survived, text)."""
 
-    def write(text: str) -> None:
-        print(text)
-        if is_long:
-            REPORTS.mkdir(parents=True, exist_ok=True)
-            (REPORTS / f"{request.node.name}.md").write_text(text + "\n", encoding="utf-8")
+    def add(fault: str, tried: int, survived: int, text: str = "") -> None:
+        request.config.stash[ROWS].append((fault, tried, survived))
+        request.config.stash[TEXTS].extend([text] if text else [])
 
-    return write
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the table of faults; after `make campaigns`, write it to build/campaigns/ too."""
+    rows = config.stash[ROWS]
+    if not rows:
+        return
+    lines = [f"| {fault} | {tried} | {survived} | {tried - survived} |" for fault, tried, survived in rows]
+    table = "\n".join(["| fault | tried | survived | lost |", "|---|---:|---:|---:|", *lines])
+    terminalreporter.write_line(f"\n{table}\n")
+    if config.getoption("--long"):
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        version = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+        head = (
+            f"`make campaigns` on {date.today()}: {version}, {os.cpu_count()} cores. Seeds stand in tests/campaigns/."
+        )
+        text = "\n\n".join([head, table, *config.stash[TEXTS]])
+        (REPORTS / "reliability.md").write_text(text + "\n", encoding="utf-8")
+        terminalreporter.write_line(f"written to {REPORTS / 'reliability.md'}")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from .conftest import Report
+
 SMALL = ["training.max_steps=2", "evaluation.every_epochs=null", "checkpoint.every_epochs=null"]
 VALUES = [
     *"nan inf -inf -1 0 1 2 1.5 1e400 10000000000000000000000 true false null '' yes auto cpu [] [1,2]".split(),
@@ -26,7 +28,7 @@ SPARED = ("launch.master_addr", "training.compile", "logging.profile_steps", "la
 
 @pytest.mark.timeout(3600)
 def test_mutated_config_is_refused_in_words_or_trains(
-    make_project: Callable[[Path | None], Any], project_tests: Any, is_long: bool, report: Callable[[str], None]
+    make_project: Callable[[Path | None], Any], project_tests: Any, is_long: bool, report: Report
 ) -> None:
     project, choose = make_project(None), random.Random(3)
     original = (project.folder / "config.yaml").read_text(encoding="utf-8")
@@ -44,8 +46,11 @@ def test_mutated_config_is_refused_in_words_or_trains(
         if not (code == 0 or is_told):
             failures.append(f"{words}: exit code {code}\n{printed[-2000:]}")
     report(
-        f"# {num_cases} mutated configs\n\nTrained: {codes[0]}. Refused in one to three lines: {codes[2]}. Neither: "
-        f"{len(failures)}.\n\nRules that refused:\n\n" + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common())
+        "config file or command line mutated",
+        num_cases,
+        num_cases - len(failures),
+        f"## {num_cases} mutated configs\n\nTrained: {codes[0]}. Refused in one to three lines: {codes[2]}. "
+        "Rules that refused:\n\n" + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common()),
     )
     assert not failures, "\n\n".join(failures[:5])
     assert codes[0] >= num_cases // 20

@@ -77,7 +77,10 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except FileNotFoundError:  # the run's own folder has been there: to make it anew would hide that the disk is gone
+        raise OSError(errno.ESTALE, "its folder has vanished", str(path)) from None
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

@@ -1,9 +1,12 @@
-"""SIGKILL at any moment: the same command goes on, and in the end nothing tells the run from an undisturbed one."""
+"""Killed or asked to stop at any moment: the same command goes on, and in the end nothing tells the run from an
+undisturbed one.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -16,6 +19,8 @@ import psutil
 import pytest
 import torch
 
+from .conftest import Report
+
 PHASES = {"": "start-up", "s": "step", "e": "evaluation", "w": "save"}
 WORKLOAD = Path(__file__).parent / "workload"
 WORDS = (
@@ -23,43 +28,77 @@ WORDS = (
     "loader.num_workers=1", "launch.timeout_minutes=1",
 )  # fmt: skip
 END_SECONDS = 10.0
+Disturb = Callable[[Any, subprocess.Popen[str], list[int], random.Random], int]
+
+
+def kill(_: Any, process: subprocess.Popen[str], family: list[int], choose: random.Random) -> int:
+    """SIGKILL to one process or to the whole group; any exit code will do."""
+    if choose.random() < 0.5:
+        os.kill(choose.choice(family), signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGKILL)
+    return -1
+
+
+def ask_to_stop(project: Any, process: subprocess.Popen[str], _: list[int], choose: random.Random) -> int:
+    """SIGTERM or SIGUSR1 to one rank, to the process that has started them, or to all; it must end with 143."""
+    number = choose.choice([signal.SIGTERM, signal.SIGUSR1])
+    logs = sorted((project.folder / "runs" / project.name / "logs").glob("rank_*.log"))
+    ranks = [int(re.findall(r"pid=(\d+)", log.read_text(encoding="utf-8"))[-1]) for log in logs]
+    match choose.randrange(3):
+        case 0:
+            os.kill(choose.choice(ranks), number)
+        case 1:
+            os.kill(process.pid, number)
+        case _:
+            os.killpg(process.pid, number)
+    return 128 + signal.SIGTERM
 
 
 @pytest.mark.timeout(3600)
-def test_killed_at_any_moment_the_run_ends_as_an_undisturbed_one(
-    make_project: Callable[[Path], Any], is_long: bool, report: Callable[[str], None]
+@pytest.mark.parametrize(
+    ("disturb", "fault", "phases", "num_long_runs"),
+    [(kill, "SIGKILL", list(PHASES), 10), (ask_to_stop, "SIGTERM or SIGUSR1", ["s", "e", "w"], 5)],
+)
+def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
+    disturb: Disturb,
+    fault: str,
+    phases: list[str],
+    num_long_runs: int,
+    make_project: Callable[[Path], Any],
+    is_long: bool,
+    report: Report,
 ) -> None:
     project, choose = make_project(WORKLOAD), random.Random(11)
     project.run(*WORDS, "name=undisturbed")
-    num_runs, kills_per_run = (10, 6) if is_long else (1, 4)
-    hits: Counter[str] = Counter()
-    wanted = [*PHASES] * -(-num_runs * kills_per_run // len(PHASES))
-    seconds = []
+    num_runs, num_faults = (num_long_runs, 6) if is_long else (1, len(phases))
+    tried, seconds = Counter[str](), [0.0]
+    wanted = phases * -(-num_runs * num_faults // len(phases))
     for number in range(num_runs):
-        name = f"killed{number}"
-        for phase in wanted[number * kills_per_run : (number + 1) * kills_per_run]:
-            hit, ended_after = kill_in(project, name, phase, choose)
-            hits[PHASES[hit]] += 1
+        project.name = f"disturbed{number}"
+        for phase in wanted[number * num_faults : (number + 1) * num_faults]:
+            hit, ended_after = disturb_in(project, phase, disturb, choose)
+            tried[hit] += 1
             seconds.append(ended_after)
-        project.run(*WORDS, f"name={name}")
-        assert_same(project, name)
-    lines = [f"- {phase}: {hits[phase]}" for phase in PHASES.values()]
-    report(
-        f"# {sum(hits.values())} kills in {num_runs} runs\n\n"
-        "SIGKILL to one process or to the whole group; phase of rank 0 at the kill:\n\n" + "\n".join(lines) + "\n\n"
-        f"All processes had ended within {max(seconds):.1f} s of the kill. After the same command has run to its end, "
-        "metrics.jsonl (but for samples_per_second), weights, optimizer and random states equal those of an "
+        project.run(*WORDS, f"name={project.name}")
+        assert_same(project, project.name)  # else the test ends here, without a table
+    text = (
+        f"## {sum(tried.values())} x {fault} in {num_runs} runs\n\n{disturb.__doc__} The phase is rank 0's at that "
+        f"moment. All processes had ended within {max(seconds):.1f} s. After the same command had run to its end, "
+        "metrics.jsonl (but for samples_per_second), weights, optimizer and random states equalled those of an "
         "undisturbed run to the bit; no temporary file was left."
     )
+    for phase in phases:
+        report(f"{fault} during {PHASES[phase]}", tried[phase], tried[phase], text if phase == phases[0] else "")
     if is_long:
-        assert min(hits[phase] for phase in PHASES.values()) >= 5
+        assert min(tried[phase] for phase in phases) >= 5
 
 
-def kill_in(project: Any, name: str, wanted: str, choose: random.Random) -> tuple[str, float]:
-    """Start the run and kill it in a phase. Returns the phase that was hit, and the seconds to the end of all."""
+def disturb_in(project: Any, wanted: str, disturb: Disturb, choose: random.Random) -> tuple[str, float]:
+    """Start the run and disturb it in a phase. Returns the phase that was hit, and the seconds to the end of all."""
     marker = project.folder / "phase"
     marker.unlink(missing_ok=True)
-    process = project.start(*WORDS, f"name={name}")
+    process = project.start(*WORDS, f"name={project.name}")
     if wanted == "":
         time.sleep(choose.uniform(0.05, 2.0))
     else:
@@ -69,17 +108,14 @@ def kill_in(project: Any, name: str, wanted: str, choose: random.Random) -> tupl
         wait_for(process, marker, lambda letter: letter == wanted)
         time.sleep(choose.uniform(0.0, 0.01))
     family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    hit = read(marker)
-    killed_at = time.monotonic()
-    if choose.random() < 0.5:
-        os.kill(choose.choice(family), signal.SIGKILL)
-    else:
-        os.killpg(process.pid, signal.SIGKILL)
+    hit, disturbed_at = read(marker), time.monotonic()
+    code = disturb(project, process, family, choose)
     output, errors = process.communicate(timeout=60)
+    assert code in (-1, process.returncode), f"exit code {process.returncode}\n{output}\n{errors}"
     while living(family):
-        assert time.monotonic() - killed_at < END_SECONDS, f"still there: {living(family)}\n{output}\n{errors}"
+        assert time.monotonic() - disturbed_at < END_SECONDS, f"still there: {living(family)}\n{output}\n{errors}"
         time.sleep(0.05)
-    return hit, time.monotonic() - killed_at
+    return hit, time.monotonic() - disturbed_at
 
 
 def living(family: list[int]) -> list[int]:
