@@ -81,3 +81,41 @@ def test_one_rank_that_hangs_ends_too(project: Project) -> None:
     process = project.start("launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "no progress for launch.timeout_minutes=0.05" in errors
+
+
+def test_run_that_was_halted_for_a_while_goes_on(project: Project) -> None:
+    def halt() -> None:
+        metrics = project.directory("run") / "metrics.jsonl"
+        while not metrics.exists():
+            time.sleep(0.02)
+        os.killpg(project.session.pid, signal.SIGSTOP)
+        time.sleep(5)  # longer than the time-out
+        os.killpg(project.session.pid, signal.SIGCONT)
+
+    project.session.start()
+    halting = threading.Thread(target=halt)
+    halting.start()
+    project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.seconds_per_step=0.05")
+    halting.join()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("exit", "sys.exit(\"the user's own end\") ended the rank"), ("vanish", "ended by itself, with exit code 0")],
+)
+def test_rank_that_leaves_by_itself_is_told(project: Project, fault: str, words: str) -> None:
+    output = project.run("device_ids=cpu,cpu", f"model.fault={fault}", code=1)
+    assert words in output and output.count(") failed:\n") == 1
+    if fault == "exit":
+        assert words in project.run("name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1)
+
+
+def test_ctrl_c_while_ranks_are_started_ends_at_once(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu")
+    deadline = time.monotonic() + 60
+    while not children(process.pid) and time.monotonic() < deadline:  # the fork server imports for some seconds now
+        time.sleep(0.01)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 130

@@ -27,13 +27,18 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
 }  # fmt: skip
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in [("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1")]}
-MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "job1"}
+MPIRUN |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job1"}
 MEETING = LaunchConfig(master_addr="10.0.0.1", master_port=29500)
 
 
 def config(device_ids: object, **launch: object) -> Config:
     base = load_config(Path(ROOT / "config.yaml"))
     return replace(base, device_ids=device_ids, launch=replace(base.launch, **launch))  # type: ignore[arg-type]
+
+
+def test_debug_trains(project: Project) -> None:
+    project.run("device_ids=cpu,cpu", "launch.debug=true", "training.max_steps=2")
+    assert len(project.lines("run")) == 2
 
 
 def test_world_size_is_the_number_of_devices() -> None:
@@ -117,7 +122,9 @@ def test_list_that_is_not_the_launchers_number_of_ranks_is_refused(project: Proj
 def test_rank_that_does_not_arrive_is_named(project: Project) -> None:
     process = project.start("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", **rank(0, free_port()))
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "rank 1 of 2 did not arrive within launch.timeout_minutes=0.05" in errors
+    assert (
+        process.returncode == 1 and "rank 1 of 2 did not arrive within 0.05 minutes (launch.timeout_minutes" in errors
+    )
     assert "Traceback" not in errors
 
 

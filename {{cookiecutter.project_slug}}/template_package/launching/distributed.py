@@ -58,7 +58,13 @@ class RankContext:
     def local_rank_first(self) -> Iterator[None]:
         """Local rank 0 of each node runs the body before its neighbours do, so that a download happens once a node."""
         if self.local_rank > 0:
-            barrier()
+            try:
+                barrier()
+            except RuntimeError as error:
+                error.add_note(
+                    "while local rank 0 built the data sets: launch.timeout_minutes may be too short for that"
+                )
+                raise
         yield
         if self.local_rank == 0:
             barrier()

@@ -17,7 +17,7 @@ from ..validation import ConfigError, is_loopback
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
-MPIRUN = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK"))
+MPIRUN = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 HOROVODRUN = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"))
 HOROVODRUN_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
@@ -74,7 +74,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched:
         world_size,
         local_rank,
         local_world_size,
-        node_rank=int(environment.get("GROUP_RANK", rank // local_world_size)),
+        node_rank=int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local_world_size),
         master_addr=environment["MASTER_ADDR"],
         master_port=port,
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -95,7 +95,7 @@ def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
 
 
 def _mpirun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
-    rank, world_size, local_rank, local_world_size, _ = _numbers(environment, MPIRUN)
+    rank, world_size, local_rank, local_world_size = _numbers(environment, MPIRUN)
     if world_size > local_world_size and (is_loopback(launch.master_addr) or launch.master_port == 0):
         raise ConfigError(
             f"launch.master_addr={launch.master_addr} launch.master_port={launch.master_port}: mpirun on several nodes "

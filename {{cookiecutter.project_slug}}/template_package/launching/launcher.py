@@ -7,10 +7,10 @@ starts the processes is asked in environment.py, which devices they have in devi
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..validation import ConfigError, one_line
 from .devices import Devices, take_devices
 from .distributed import RankContext
 from .environment import Launched, find_launcher
-from .meeting import fingerprint, open_store
+from .meeting import arrival_timeout, fingerprint, missing, open_store
 from .network import choose_interface
 from .nodes import Nodes, ask
 from .processes import OUT_OF_MEMORY, STOPPED, run_processes
@@ -140,7 +140,7 @@ def _place(node: Node, local_rank: int, world_size: int) -> RankContext:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """The node as its launcher has cut it. With `auto`, local rank 0 chooses devices for its neighbours."""
+    """The node as its launcher has cut it. Local rank 0 takes the devices for its neighbours."""
     if config.launch.nodes != 1:
         raise ConfigError(
             f"launch.nodes={config.launch.nodes}: {launched.launcher} has started this process, and says itself how "
@@ -153,11 +153,11 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
         )
     die_with_parent(PARENT_AT_START)  # torchrun's agent, when killed, leaves its ranks behind
     choose_interface(config.launch.network_interface, launched.master_addr)
-    store, launched = open_store(launched, timedelta(minutes=config.launch.timeout_minutes))
-    key = f"devices/{launched.node_rank}"
-    if not str(config.device_ids).startswith("auto"):
-        devices = take_devices(config.device_ids, config.launch, environment)
-    elif launched.local_rank == 0:
+    timeout = arrival_timeout(config.launch)
+    store, launched = open_store(launched, timeout)
+    # mpirun says nothing of its nodes, and may deal its ranks out to them in any order.
+    key = f"devices/{socket.gethostname() if launched.launcher == 'mpirun' else launched.node_rank}"
+    if launched.local_rank == 0:
         try:
             is_plain = config.device_ids == "auto"
             wanted = f"auto:{launched.local_world_size}" if is_plain else config.device_ids
@@ -170,6 +170,10 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
             raise
         store.set(key, " ".join(devices.names))
     else:
+        try:
+            store.wait([key], timeout)
+        except dist.DistError as error:
+            raise missing("local rank 0, which chooses devices,", launched.local_world_size, timeout, error) from None
         answer = store.get(key).decode()
         if answer.startswith("error: "):
             raise ConfigError(answer.removeprefix("error: "))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -13,12 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import Config, differing_keys, to_dict
+from ..config import Config, LaunchConfig, differing_keys, to_dict
 from ..validation import ConfigError
 from .environment import Launched
 
 Fingerprint = dict[str, Any]
 FAREWELL_SECONDS = 30.0
+
+
+def arrival_timeout(launch: LaunchConfig) -> timedelta:
+    """How long those who are there wait for the others, who may be waiting for devices."""
+    return timedelta(minutes=launch.timeout_minutes + launch.wait_minutes)
 
 
 class MissingError(ConfigError):
@@ -34,8 +40,10 @@ def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Laun
     is_served_here = launched.rank == 0 and not launched.is_store_served
     address, port = launched.master_addr, launched.master_port
     try:
+        if not is_served_here:
+            wait_for_server(address, port, timeout)
         store = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         raise ConfigError(
             f"MASTER_ADDR={address} MASTER_PORT={port}: rank {launched.rank} finds no meeting there "
             f"({str(error).splitlines()[0]}). Start every rank, or set launch.master_addr and launch.master_port."
@@ -112,9 +120,21 @@ def missing(who: str, count: int, timeout: timedelta, error: Exception | None = 
     """To be raised when somebody has not come."""
     reason = f" ({str(error).splitlines()[0]})" if error else ""
     return MissingError(
-        f"{who} of {count} did not arrive within launch.timeout_minutes={timeout.total_seconds() / 60:g}{reason}. "
-        "See there what happened; a longer start needs a higher value."
+        f"{who} of {count} did not arrive within {timeout.total_seconds() / 60:g} minutes (launch.timeout_minutes, and "
+        f"launch.wait_minutes){reason}. See there what happened; a longer start needs a higher value."
     )
+
+
+def wait_for_server(address: str, port: int, timeout: timedelta) -> None:
+    """Until somebody listens there. OSError if nobody does in time: TCPStore would print pages of C++ then."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def fingerprint(config: Config) -> Fingerprint:

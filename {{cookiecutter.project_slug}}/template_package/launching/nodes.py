@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config import LaunchConfig
 from ..validation import ConfigError
-from .meeting import FAREWELL_SECONDS, Fingerprint, agree
+from .meeting import FAREWELL_SECONDS, Fingerprint, agree, arrival_timeout, wait_for_server
 
 T = TypeVar("T")
 FAREWELL_AFTER_FAILURE_SECONDS = 3.0  # those who live read who was first; a lost host will not come
@@ -38,7 +38,7 @@ class Nodes:
                 f"from 0 to {launch.nodes - 1}."
             )
         own = {"num_devices": num_devices, **fingerprint}
-        others = agree(self._base, "node", self.node_rank, launch.nodes, own, self._timeout)
+        others = agree(self._base, "node", self.node_rank, launch.nodes, own, arrival_timeout(launch))
         self.num_devices = [int(node["num_devices"]) for node in others]
         """Of each node."""
         self._store: dist.Store = self._base
@@ -104,7 +104,7 @@ class Nodes:
         address, port = self._launch.master_addr, self._launch.master_port
         try:
             if self.node_rank > 0:
-                _wait_for_server(address, port, self._timeout)
+                wait_for_server(address, port, arrival_timeout(self._launch))
             return dist.TCPStore(
                 address, port, is_master=self.node_rank == 0, wait_for_workers=False, timeout=self._timeout
             )
@@ -140,15 +140,3 @@ def ask(call: Callable[[], T], seconds: float) -> T | None:
 def _parse(ended: bytes) -> tuple[int, int]:
     node_rank, code = map(int, ended.split())
     return node_rank, code
-
-
-def _wait_for_server(address: str, port: int, timeout: timedelta) -> None:
-    """Until somebody listens there. OSError if nobody does in time: TCPStore would print pages of C++ then."""
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            return socket.create_connection((address, port), timeout=max(0.1, deadline - time.monotonic())).close()
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)

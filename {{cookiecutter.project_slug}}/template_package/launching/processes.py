@@ -22,6 +22,8 @@ from .starting import ENDINGS, choose_start_method, die_with_parent, signals_hel
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
+DONE = 64
+"""Exit code of a rank that has come to its end. 0 is what one ends with that somebody else's code has ended."""
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
 
@@ -65,17 +67,22 @@ def run_processes(
     killed; and when a peer has ended.
     """
     context: Any = multiprocessing.get_context(choose_start_method(start_method))
-    processes, reports = [], []
-    for own_arguments in arguments:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
-        with signals_held_back():
-            process.start()
-        sender.close()
-        processes.append(process)
-        reports.append(receiver)
-    with _Signals() as signals:
-        return _supervise(processes, reports, signals, ask_to_stop, peers)
+    processes: list[BaseProcess] = []
+    reports: list[Connection] = []
+    with _Signals() as signals:  # before the first rank starts: Ctrl-C would leave some of them waiting for the others
+        try:
+            for own_arguments in arguments:
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
+                with signals_held_back():
+                    process.start()
+                sender.close()
+                processes.append(process)
+                reports.append(receiver)
+            return _supervise(processes, reports, signals, ask_to_stop, peers)
+        finally:
+            for process in processes:
+                process.kill()
 
 
 def _supervise(
@@ -88,7 +95,7 @@ def _supervise(
     is_asked = False
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(process.exitcode not in (None, 0, *STOPPED) for process in processes):
+        if any(_has_failed(process) for process in processes):
             break
         if peers is not None and peers.has_ended():
             break
@@ -98,7 +105,7 @@ def _supervise(
             is_asked = True
             if not ask_to_stop(signals.received[0]):
                 break
-    if peers is not None and (codes := [p.exitcode for p in processes if p.exitcode not in (None, 0, *STOPPED)]):
+    if peers is not None and (codes := [p.exitcode or 1 for p in processes if _has_failed(p)]):
         peers.announce(max(1, *codes))  # at once: their ranks are about to lose their connections to these
     if alive and not signals.received:
         time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
@@ -115,6 +122,10 @@ def _supervise(
     return (stopped[0] if stopped else 0), None
 
 
+def _has_failed(process: BaseProcess) -> bool:
+    return process.exitcode not in (None, DONE, *STOPPED)
+
+
 def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[Failure]:
     """What went wrong, the cause first: a killed rank says nothing, and its neighbours report lost connections."""
     failures = []
@@ -129,8 +140,8 @@ def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[F
         if code is not None and code < 0:
             text = f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
             failures.append(Failure(local_rank, 1, text, 0.0))
-        elif code is not None and code > 0 and code not in STOPPED:
-            failures.append(Failure(local_rank, code, f"ended with exit code {code}", 0.0))
+        elif _has_failed(process):
+            failures.append(Failure(local_rank, code or 1, f"ended by itself, with exit code {code}", 0.0))
     return sorted(failures, key=lambda failure: failure.time)
 
 
@@ -147,7 +158,7 @@ def _main(
     code = work(*arguments, report.send)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
+    os._exit(code or DONE)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
 
 
 def _end_with_launcher() -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,8 +20,8 @@ from ..config import Config
 from ..validation import ConfigError
 from .distributed import RankContext, join_group, leave_group, set_context
 from .environment import Launched
-from .meeting import agree, fingerprint
-from .processes import STOPPED, Failure, Report
+from .meeting import agree, arrival_timeout, fingerprint
+from .processes import OUT_OF_MEMORY, STOPPED, Failure, Report
 from .starting import num_usable_cores
 
 RunFunction = Callable[[int, int, Config], None]
@@ -55,9 +54,12 @@ def run_launched_rank(run_fn: RunFunction, config: Config, place: RankContext, l
         config = go_on(config)
 
     def report(failure: Failure) -> None:
-        with suppress(dist.DistError):  # rank 0 is gone, and the store with it: it has told why
+        try:
             if store.add("failures", 1) == 1:  # the others' lost connections follow from the first
                 print_failure(failure, place)
+        except dist.DistError:  # whoever held the store is gone; had it failed by itself, it has told why
+            last = failure.text.strip().splitlines()[-1]
+            print_failure(replace(failure, text=f"rank 0, or who started it, is gone ({last})"), place)
 
     context = place if place.world_size > 1 else replace(place, store=None)
     code = _run_rank(run_fn, config, context, report, fingerprint(config))
@@ -95,10 +97,12 @@ def _run_rank(
     code = 0
     try:
         if config.launch.debug:
-            os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL", TORCH_CPP_LOG_LEVEL="INFO", NCCL_DEBUG="INFO")
+            is_nccl = context.device.type == "cuda" and config.launch.backend != "gloo"
+            # torch 2.13: DistributedDataParallel on gloo dies of SIGSEGV under DETAIL.
+            os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL" if is_nccl else "INFO", NCCL_DEBUG="INFO")
             dist.set_debug_level_from_env()  # torch has read the environment when it was imported
         if context.store is not None:
-            _meet(context, timeout, identity or {})
+            _meet(context, arrival_timeout(config.launch), identity or {})
         join_group(context, config.launch.backend, 2 * timeout)  # a hang is found by training/watchdog.py, before
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
@@ -108,6 +112,9 @@ def _run_rank(
         return STOPPED[0]
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+        if code not in (*STOPPED, OUT_OF_MEMORY):  # not ours: a rank that leaves by itself leaves the others waiting
+            fail(f"{traceback.format_exc()}sys.exit({stop.code!r}) ended the rank before the run's end")
+            return 1
     except BaseException as error:
         fail(_disk_failure(error) or traceback.format_exc())
         return 1

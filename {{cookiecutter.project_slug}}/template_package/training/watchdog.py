@@ -2,7 +2,7 @@
 
 Progress is a step, a micro-batch, an evaluation batch, a save: each calls `beat()`. A thread looks at the count now and
 then, so a step pays for an addition. If the thread itself does not come to look, because C code holds Python's lock, a
-timer of faulthandler's, in C, ends the rank.
+timer of faulthandler's, in C, writes the rank's stacks down, and the other ranks name it and end the run.
 """
 
 from __future__ import annotations
@@ -60,21 +60,27 @@ class _Watch(threading.Thread):
         self._log.close()
 
     def run(self) -> None:
-        seen, since = _num_beats, time.monotonic()
+        interval = min(1.0, self._timeout / 10)
+        seen, seconds, looked_at = _num_beats, 0.0, time.monotonic()
         self._set_timer()
-        while not self._stopped.wait(min(1.0, self._timeout / 10)):
+        while not self._stopped.wait(interval):
+            now = time.monotonic()
+            seconds += min(now - looked_at, 2 * interval)  # a run that was halted meanwhile (Ctrl-Z) has not hung
+            looked_at = now
             if seen != _num_beats:
-                seen, since = _num_beats, time.monotonic()
+                seen, seconds = _num_beats, 0.0
                 self._set_timer()
             try:
                 is_found = self._store is not None and self._store.check(["hang/found"])
+                if self._store is not None and self._store.check(["failures"]):
+                    os._exit(1)  # a rank has failed and told why; srun does not end the others, which wait for it
             except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
                 return
-            if is_found or time.monotonic() - since > self._timeout:
+            if is_found or seconds > self._timeout:
                 self._end()
 
     def _set_timer(self) -> None:
-        faulthandler.dump_traceback_later(self._timeout + 2 * ANSWER_SECONDS, exit=True, file=self._log)
+        faulthandler.dump_traceback_later(self._timeout + 2 * ANSWER_SECONDS, file=self._log)
 
     def _end(self) -> NoReturn:
         self._log.write(

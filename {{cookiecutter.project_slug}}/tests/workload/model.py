@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,8 @@ FAULTS: dict[str, Any] = {
     "hang": lambda _: time.sleep(3600),
     "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": fail,
+    "exit": lambda _: sys.exit("the user's own end"),
+    "vanish": lambda _: os._exit(0),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
     "flip": flip_lowest_bit,
