@@ -33,13 +33,12 @@ def test_mpirun(image: Host, image_losses: list[float]) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "rest"),
     [
-        ("device_ids=0,2 name=a", "--nproc-per-node=2 --standalone", "device_ids=0,2 name=a"),
-        ("device_ids=[0,2,3]", "--nproc-per-node=3 --standalone", "device_ids=[0,2,3]"),
-        ("device_ids=auto:4", "--nproc-per-node=4 --standalone", "device_ids=auto:4"),
-        ("device_ids=auto", "--nproc-per-node=8 --standalone", "device_ids=auto"),
-        ("name=a", "--nproc-per-node=8 --standalone", "name=a"),  # config.yaml says auto
+        ("device_ids=cpu,cpu name=a", "--nproc-per-node=2 --standalone", "device_ids=cpu,cpu name=a"),
+        ("device_ids=[cpu,cpu,cpu]", "--nproc-per-node=3 --standalone", "device_ids=[cpu,cpu,cpu]"),
+        ("device_ids=auto", "--nproc-per-node=1 --standalone", "device_ids=auto"),
+        ("name=a", "--nproc-per-node=1 --standalone", "name=a"),  # config.yaml says auto
         ("--config three.yaml", "--nproc-per-node=3 --standalone", "--config three.yaml"),
-        ("--config=three.yaml a=b", "--nproc-per-node=3 --standalone", "--config=three.yaml a=b"),
+        ("--config=three.yaml name=b", "--nproc-per-node=3 --standalone", "--config=three.yaml name=b"),
         ("evaluate device_ids=cpu", "--nproc-per-node=1 --standalone", "evaluate device_ids=cpu"),
         (
             "--max-restarts=0 --nproc-per-node=2 device_ids=auto",
@@ -49,12 +48,21 @@ def test_mpirun(image: Host, image_losses: list[float]) -> None:
     ],
 )
 def test_script_for_torchrun_starts_a_rank_a_device(words: str, options: str, rest: str, image: Host) -> None:
-    (image.folder / "three.yaml").write_text("device_ids: [cpu, cpu, cpu]  # more\n", encoding="utf-8")
-    stub = image.folder / "python"  # shows what would be started, on a machine with 8 GPUs
-    stub.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 8 || echo "$@"\n', encoding="utf-8")
+    config = (image.folder / "config.yaml").read_text(encoding="utf-8")
+    three = config.replace("device_ids: auto ", "device_ids:\n  - cpu\n  - cpu\n  - cpu\n#", 1)
+    (image.folder / "three.yaml").write_text(three, encoding="utf-8")
+    stub = image.folder / "python"  # shows what would be started
+    stub.write_text(f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || exec {sys.executable} "$@"\n')
     stub.chmod(0o755)
-    printed = image.start("scripts/torchrun.sh", *words.split(), PYTHON=str(stub)).ended()
+    printed = image.start("scripts/torchrun.sh", *words.split(), PYTHON=str(stub), **NO_GPUS).ended()
     fixed = "--max-restarts=3 --shutdown-timeout=180 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     found = printed.split()
     assert found[:2] == ["-m", "torch.distributed.run"]
     assert found[2:] == [*fixed.split(), *options.split(), f"{image.folder}/run.py", *rest.split()]
+
+
+@pytest.mark.parametrize(("word", "key"), [("training.epoch=3", "training.epoch"), ("device_ids=0,2", "device_ids")])
+def test_script_for_torchrun_tells_a_mistake_in_one_line(word: str, key: str, image: Host) -> None:
+    printed = image.start("scripts/torchrun.sh", word, **NO_GPUS).ended(code=2)
+    assert printed.startswith(f"error: {key}")
+    assert printed.count("\n") == 1

@@ -17,23 +17,9 @@ while [[ ${1:-} == --*=* && $1 != --config=* ]]; do
   shift
 done
 
-# Without --nproc-per-node, count the devices: those of the words, or of the config. run.py refuses another number.
+# Without --nproc-per-node: a rank for each device that can be had here. A mistake in the words ends it now, in one line.
 if [[ ${options[*]} != *--nproc* ]]; then
-  config=$project/config.yaml device_ids=
-  words=("" "$@")
-  for i in "${!words[@]}"; do
-    case ${words[i]} in
-      --config) config=${words[i + 1]:-} ;;
-      --config=*) config=${words[i]#*=} ;;
-      device_ids=*) device_ids=${words[i]#*=} ;;
-    esac
-  done
-  device_ids=${device_ids:-$(sed -n 's/^device_ids: *\([^#]*\).*/\1/p' "$config")}
-  case $device_ids in
-    auto:*) num_devices=$((${device_ids#auto:})) ;;
-    auto* | "") num_devices=$("$python" -c 'import torch; print(torch.cuda.device_count() or 1)') ;;
-    *) commas=${device_ids//[!,]/} num_devices=$((${#commas} + 1)) ;;
-  esac
+  num_devices=$(PYTHONPATH=$project "$python" -m template_package.commands.count_devices "$@")
   options+=(--nproc-per-node="$num_devices")
 fi
 if [[ ${options[*]} != *--nnodes* ]]; then

@@ -101,7 +101,7 @@ def test_run_that_was_halted_for_a_while_goes_on(project: Project) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("exit", "sys.exit(\"the user's own end\") ended the rank"), ("vanish", "ended by itself, with exit code 0")],
+    [("exit", 'sys.exit("the user\'s own end") ended the rank'), ("vanish", "ended by itself, with exit code 0")],
 )
 def test_rank_that_leaves_by_itself_is_told(project: Project, fault: str, words: str) -> None:
     output = project.run("device_ids=cpu,cpu", f"model.fault={fault}", code=1)
