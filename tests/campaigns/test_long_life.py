@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
         "checkpoint.every_epochs=null", "checkpoint.every_steps=200", "checkpoint.keep_last=3",
     ]  # fmt: skip
     process = project.start(*words)
+    outputs: list[str] = []
+    reading = threading.Thread(target=lambda: outputs.extend(process.communicate()))  # a pipe holds 64 KiB
+    reading.start()
     metrics = project.directory("run") / "metrics.jsonl"
     samples: list[tuple[int, float, int, int]] = []
     while process.poll() is None:
@@ -33,8 +37,8 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
         step = max((line["step"] for line in project.lines("run")), default=0) if metrics.exists() else 0
         if step >= 1_000 and step >= (samples[-1][0] if samples else 0) + 1_000:
             samples.append((step, *measure(process.pid)))
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, output + errors
+    reading.join(timeout=60)
+    assert process.returncode == 0, "".join(outputs)[-5000:]
     assert len(samples) >= num_steps // 1_000 - 2
     rows = [f"| {step} | {memory:.0f} | {files} | {threads} |" for step, memory, files, threads in samples]
     first, last = samples[0], samples[-1]

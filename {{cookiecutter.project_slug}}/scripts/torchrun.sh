@@ -11,7 +11,7 @@ project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python}
 
 # SIGUSR1 is the warning of many schedulers. Ranks that are asked to stop have three minutes to save.
-options=(--max-restarts=3 --shutdown-timeout=180 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
+options=(--max-restarts=3 --shutdown-timeout=180 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 while [[ ${1:-} == --*=* && $1 != --config=* ]]; do
   options+=("$1")
   shift
@@ -19,7 +19,8 @@ done
 
 # Without --nproc-per-node: a rank for each device that can be had here. A mistake in the words ends it now, in one line.
 if [[ ${options[*]} != *--nproc* ]]; then
-  num_devices=$(PYTHONPATH=$project "$python" -m template_package.commands.count_devices "$@")
+  num_devices=$(PYTHONPATH=$project "$python" -m template_package.commands._count_devices "$@")
+  [[ -n $num_devices ]] || exit 0 # it has printed what --help asks for
   options+=(--nproc-per-node="$num_devices")
 fi
 if [[ ${options[*]} != *--nnodes* ]]; then

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from template_package.config import DdpConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
@@ -96,3 +97,16 @@ def test_launchers_wishes_that_agree_are_taken(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")  # the loader's business
     strategy = strategy_of(precision="bf16")
     assert strategy._accelerator.mixed_precision == "bf16" and strategy._accelerator.gradient_accumulation_steps == 1
+
+
+def test_step_that_a_fused_optimizer_skips_is_counted() -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    strategy, model = strategy_of(precision="fp32"), torch.nn.Linear(2, 1)
+    strategy.prepare(model, lambda module: torch.optim.AdamW(module.parameters(), fused=True))
+    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    strategy._stepper = AcceleratedOptimizer(strategy.optimizer, device_placement=False, scaler=strategy.scaler)
+    for factor, num_skipped in ((1.0, 0), (float("inf"), 1), (1.0, 1)):
+        strategy.scaler.scale(strategy.model(torch.ones(1, 2)).sum() * factor).backward()
+        strategy.optimizer_step(None)
+        assert int(strategy.num_skipped_steps) == num_skipped

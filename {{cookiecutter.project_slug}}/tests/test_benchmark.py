@@ -172,6 +172,8 @@ def test_rows_share_devices_and_number_of_ranks() -> None:
     (torchrun,) = (row for row in rows if row.launcher == "torchrun")
     start = "torchrun --standalone --nproc-per-node=3 run.py device_ids=0,2,5 strategy=ddp"
     assert torchrun.command.startswith(start)
+    (again, *_) = plan(["cpu", "cpu"], ["benchmark.steps=9", "data.name=a b", "device_ids=cpu"])
+    assert again.command == "python run.py 'data.name=a b' device_ids=cpu strategy=ddp training.precision=fp32"
 
 
 def test_a_single_gpu_has_the_rows_that_fit_and_says_how_to_try_the_others() -> None:

@@ -34,6 +34,10 @@ STRATEGIES = [
     for name, library in LIBRARIES.items()
     if (ROOT / PACKAGE / "strategies" / f"{name}.py").exists() and find_spec(library)
 ]
+MARKED = [
+    pytest.param(name, marks=pytest.mark.skipif(name not in STRATEGIES, reason=f"{library} or the file is not there"))
+    for name, library in LIBRARIES.items()
+]
 SINGLE = "single"  # one process on one device, which all others must equal
 DEVICES = {SINGLE: "cpu", "data_parallel": "cpu"}  # the others: two ranks; torch has DataParallel on GPUs only
 
@@ -52,7 +56,13 @@ CASES = {
     "bf16": ["training.precision=bf16"],
     "random": list(RANDOM),
     "small": ["training.global_batch_size=1"],  # one of the ranks has no sample
+    "weighted": ["model.is_weighted=true", "data.max_length=9"],  # a loss_weight, unequal between ranks
 }
+LOSS_WEIGHT = (
+    "def rank()",
+    "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()\n\n\ndef rank()",
+)
+"""All lengths are 1, so this is the number of samples, but in the case `weighted`."""
 # What 20 steps of AdamW make of sums in another order. A wrong weight, order or clipping is off by more than 1e-3.
 SAME_RUN = 2e-4
 # Two steps from the same state: sums in another order; in bf16 (8 bits) also what is rounded before it is added up.
@@ -84,15 +94,17 @@ def words(strategy: str) -> list[str]:
 def runs(template_project: Any, session: Session, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("strategies") / "project"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    return Runs(Project(folder, session))
+    project = Project(folder, session)
+    project.edit("model.py", *LOSS_WEIGHT)
+    return Runs(project)
 
 
 def figures(project: Project, name: str, key: str) -> list[float]:
     return [line[key] for line in project.lines(name)]
 
 
-@pytest.mark.parametrize("case", ["fp32", "small"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", ["fp32", "small", "weighted"])
+@pytest.mark.parametrize("strategy", MARKED)
 def test_trains_as_one_process(runs: Runs, strategy: str, case: str) -> None:
     runs.of(SINGLE)
     project, reference, name = runs.of(strategy), f"{SINGLE}-{case}", f"{strategy}-{case}"
@@ -111,7 +123,7 @@ def test_trains_as_one_process(runs: Runs, strategy: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [37, 1])  # 37 in batches of 5 divide nowhere; of 1, a rank has none
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MARKED)
 def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> None:
     path = runs.of(SINGLE).directory(f"{SINGLE}-fp32") / "checkpoints" / "step_00000010.pt"
     results = []
@@ -126,7 +138,7 @@ def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> Non
         assert result[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MARKED)
 def test_goes_on_from_a_checkpoint_of_any_strategy(runs: Runs, strategy: str) -> None:
     writers = [SINGLE, *STRATEGIES]
     cases = {}
@@ -146,7 +158,7 @@ def test_goes_on_from_a_checkpoint_of_any_strategy(runs: Runs, strategy: str) ->
                 assert values == pytest.approx([line[key] for line in expected], rel=tolerance), (writer, precision)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MARKED)
 def test_resumed_run_equals_uninterrupted_run(runs: Runs, strategy: str) -> None:
     project, name = runs.of(strategy), f"{strategy}-random"
     project.rewind(name, 10, f"{name}-resumed")  # in the middle of the second epoch
@@ -158,7 +170,7 @@ def test_resumed_run_equals_uninterrupted_run(runs: Runs, strategy: str) -> None
     assert assert_equal(state, resumed) >= 6 + 3 * 6 + 2  # weights, AdamW's state, random states
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", MARKED)
 def test_best_checkpoint_and_weights_are_whole(runs: Runs, strategy: str) -> None:
     project, name = runs.of(strategy), f"{strategy}-fp32"
     folder = project.directory(name)

@@ -58,6 +58,8 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
         ("a.csv", "text,label\na,0\n,1\nb\n", ["line 3", "line 4"]),
         ("a.csv", 'a,0\n"b\nb",1\nc,1,2\n', ["line 4"]),
         ("a.csv", 'a,0\n"b,1\nc,1', ["line 2"]),
+        ("a.csv", "label,text\n0,hello, world\n1,b\n", ["line 2"]),
+        ("a.json", '[["a", 0]]\n[["b", 1]]', ["line 1"]),
         ("a.tsv", "a,0\n", ["line 1"]),
         ("a.txt", "a\n", ["line 1"]),
     ],

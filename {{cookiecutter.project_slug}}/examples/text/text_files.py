@@ -94,6 +94,8 @@ def _read_json(content: str) -> Records:
         assert between, "it matches nothing too"
         line, start = line + between[0].count("\n"), between.end()
         if content[start : start + 1] == "]":
+            if rest := content[start + 1 :].strip():
+                yield f"line {line}", ValueError(f"there is more after the end of the list: {one_line(rest[:20])}")
             return
         place = f"line {line}, row {number}"
         try:
@@ -130,6 +132,8 @@ def _read_table(content: str, delimiter: str) -> Records:
         names = [cell.strip().lower() for cell in cells]
         if not header and {"text", "label"} & set(names) and place == "line 1":
             header = names
+        elif header and len(cells) > len(header):
+            yield place, ValueError(f"{len(cells)} cells, the header has {len(header)}. Put quotes around a text.")
         elif any(names):
             yield place, dict(zip(header, cells, strict=False)) if header else cells
 

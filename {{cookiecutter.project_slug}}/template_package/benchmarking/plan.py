@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +25,8 @@ class Row(NamedTuple):
     launcher: str = "run.py"
     obstacle: str = ""
     """Why it cannot run here, if that is known beforehand."""
+    asked: tuple[str, ...] = ()
+    """The words after `benchmark` on the command line."""
 
     @property
     def words(self) -> list[str]:
@@ -33,7 +37,10 @@ class Row(NamedTuple):
     def command(self) -> str:
         """What a user types to train so."""
         torchrun = f"torchrun --standalone --nproc-per-node={len(self.device_ids)}"
-        return " ".join([torchrun if self.launcher == "torchrun" else "python", "run.py", *self.words])
+        own = {word.partition("=")[0] for word in self.words}
+        kept = [word for word in self.asked if word.partition("=")[0] not in own and not word.startswith("benchmark.")]
+        start = torchrun if self.launcher == "torchrun" else "python"
+        return f"{start} run.py {shlex.join([*kept, *self.words])}"
 
     @property
     def file_name(self) -> str:
@@ -55,8 +62,8 @@ def take_all_devices(config: Config) -> tuple[list[str], Devices]:
     return [str(visible[int(name.removeprefix("cuda:"))].index) for name in devices.names], devices
 
 
-def plan(device_ids: list[str]) -> list[Row]:
-    """Every row, those that cannot run among them."""
+def plan(device_ids: list[str], asked: Sequence[str] = ()) -> list[Row]:
+    """Every row, those that cannot run among them. asked: the user's own words, which the rows' commands repeat."""
     first = device_ids[:1]
     precision = f"training.precision={'bf16' if 'cpu' in device_ids else 'auto'}"  # auto: bf16, fp16 on old GPUs
     fp32, ddp = "training.precision=fp32", "strategy=ddp"
@@ -78,9 +85,10 @@ def plan(device_ids: list[str]) -> list[Row]:
     ]
     if is_single:
         words = f"there is one GPU; device_ids={first[0]},{first[0]} launch.backend=gloo tries it with two ranks on it"
-        return rows + [row._replace(obstacle=words) for row in shared]
-    order = [rows[0], *shared[:3], *rows[1:], *shared[3:]]
-    return [_checked(row) for row in order]
+        order = rows + [row._replace(obstacle=words) for row in shared]
+    else:
+        order = [_checked(row) for row in (rows[0], *shared[:3], *rows[1:], *shared[3:])]
+    return [row._replace(asked=tuple(asked)) for row in order]
 
 
 def _checked(row: Row) -> Row:
@@ -94,6 +102,8 @@ def base_config(config: Config) -> Config:
     """The user's config without what is no training step: evaluation, checkpoints, trackers."""
     return replace(
         config,
+        # A warm-up would let no row learn in so few steps: one that does not train at all would look like the others.
+        schedule=replace(config.schedule, name="constant", warmup_steps=0, min_learning_rate=0.0),
         launch=replace(config.launch, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0),
         training=replace(
             config.training, max_steps=None, compile=False, early_stopping_epochs=None, check_replicas_every_steps=None

@@ -84,4 +84,9 @@ def run_command(line: CommandLine) -> int:
     from ..config import load_config
 
     config = load_config(line.config_path, line.overrides)
-    return int(command.main(config, line.source) if line.command == "predict" else command.main(config))
+    match line.command:
+        case "predict":
+            return int(command.main(config, line.source))
+        case "benchmark":
+            return int(command.main(config, line.overrides))
+    return int(command.main(config))

@@ -26,7 +26,7 @@ from ..training.run_files import claimed, run_directory, write_json
 CTRL_C = 130
 
 
-def main(config: Config) -> int:
+def main(config: Config, asked: Sequence[str]) -> int:
     """0; 1 if no row ran; 130 after Ctrl-C, with what was measured till then."""
     device_ids, _locks = take_all_devices(config)
     folder, load = run_directory(config) / "benchmark", os.getloadavg()[0]
@@ -38,7 +38,7 @@ def main(config: Config) -> int:
         path.write_text(yaml.safe_dump(to_dict(base_config(config)), allow_unicode=True), encoding="utf-8")
         wanted = config.logging.progress_bar
         has_bar = sys.stderr.isatty() if wanted == "auto" else bool(wanted)
-        outcomes, is_whole = run_rounds(plan(device_ids), config.benchmark.rounds, path, folder, has_bar)
+        outcomes, is_whole = run_rounds(plan(device_ids, asked), config.benchmark.rounds, path, folder, has_bar)
         if any(outcome.runs for outcome in outcomes):
             _publish(make_report(outcomes, device_ids, config, load), folder)
         else:

@@ -73,10 +73,15 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         norm: Tensor | None = None
         if max_gradient_norm is not None:
             norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_gradient_norm)
-        self._stepper.step()
-        self.num_skipped_steps += self._stepper.step_was_skipped
+        if self.scaler.is_enabled():  # Accelerate does not see that a fused optimizer has skipped a step
+            self._step_scaled()
+        else:
+            self._stepper.step()
         self._stepper.zero_grad()
         return norm
+
+    def _step_and_update(self) -> None:
+        self._stepper.step()
 
 
 def _create_accelerator(precision: str, context: RankContext, options: DdpConfig) -> Accelerator:

@@ -185,9 +185,12 @@ class Strategy:
         # The scale falls exactly when a step was skipped; asking the scaler for it would wait for the device.
         assert self.scaler._scale is not None, "backward has scaled a loss"
         former = self.scaler._scale.clone()
+        self._step_and_update()
+        self.num_skipped_steps += self.scaler._scale < former
+
+    def _step_and_update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.num_skipped_steps += self.scaler._scale < former
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:

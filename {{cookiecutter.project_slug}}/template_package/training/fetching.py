@@ -6,18 +6,20 @@ matters.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
@@ -99,6 +101,7 @@ def read_batches(
     loader: DataLoader[MicroBatch] = DataLoader(
         fetcher,
         batch_size=None,  # a request is a whole micro-batch already
+        collate_fn=cast(Any, _as_it_is),  # torch's own would turn tuples into lists, and arrays into tensors
         sampler=cast(Any, requests),
         num_workers=num_workers,
         prefetch_factor=config.prefetch_factor if num_workers else None,
@@ -119,6 +122,10 @@ def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -
     return min(8, num_usable_cores() // context.local_world_size)
 
 
+def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch
+
+
 def _start_worker(_worker_id: int) -> None:
     die_with_parent()
     os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
@@ -131,7 +138,7 @@ def _to_device(micro_batches: Iterable[MicroBatch], device: torch.device) -> Ite
     ready: tuple[MicroBatch, torch.cuda.Event] | None = None
     for micro_batch in micro_batches:
         with torch.cuda.stream(copy_stream):
-            upcoming = move(micro_batch, device), copy_stream.record_event()
+            upcoming = micro_batch._replace(batch=move(micro_batch.batch, device)), copy_stream.record_event()
         if ready is not None:
             yield _wait_for_copy(*ready)
         ready = upcoming
@@ -143,29 +150,53 @@ def _wait_for_copy(micro_batch: MicroBatch, copied: torch.cuda.Event) -> MicroBa
     stream = torch.cuda.current_stream()
     stream.wait_event(copied)
     # The tensors were allocated on the copy stream: tell the allocator that this one reads them too.
-    _map_tensors(micro_batch.batch, lambda tensor: tensor.record_stream(stream), "record_stream")
+    for tensor in tensors_of(micro_batch.batch):
+        tensor.record_stream(stream)
     return micro_batch
 
 
-def move(micro_batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch with every tensor of its batch on `device`: in tuples, lists, mappings, and what has `.to()`."""
-    return micro_batch._replace(batch=_map_tensors(micro_batch.batch, lambda t: t.to(device, non_blocking=True), "to"))
-
-
-def _map_tensors(value: Any, function: Callable[[Any], Any], method: str) -> Any:
-    """`function` of every tensor, and of every other object that has `method` (graphs, ragged batches)."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, function, method) for key, item in value.items()}
+def move(value: Any, device: torch.device) -> Any:
+    """A batch of the same type with its tensors on `device`: what has `.to()` by itself, the items of tuples, lists,
+    mappings and dataclasses; anything else as it is.
+    """
+    if isinstance(value, Tensor | PackedSequence):
+        return cast(Any, value).to(device, non_blocking=True)
+    if hasattr(value, "to") and not isinstance(value, type):  # a graph, a tokenizer's output
+        return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # NamedTuple
-        return type(value)(*(_map_tensors(item, function, method) for item in value))
+        return type(value)(*(move(item, device) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, function, method) for item in value)
+        return type(value)(move(item, device) for item in value)
+    if isinstance(value, Mapping):
+        moved: Any = copy.copy(value) if isinstance(value, MutableMapping) else {}
+        for key, item in value.items():
+            moved[key] = move(item, device)
+        return moved
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: _map_tensors(getattr(value, field.name), function, method) for field in fields(value)}
-        return replace(value, **own)
-    return function(value) if hasattr(value, method) else value
+        moved = copy.copy(value)  # not made anew: its __post_init__ has run
+        for field in fields(value):
+            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
+        return moved
+    return value
+
+
+def tensors_of(value: Any) -> Iterator[Any]:
+    """The GPU tensors of a batch, and what else has a `record_stream()`."""
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            yield value
+    elif hasattr(value, "record_stream"):
+        yield value
+    else:
+        items: Iterable[Any] = ()
+        if isinstance(value, Mapping):
+            items = value.values()
+        elif isinstance(value, list | tuple):
+            items = value
+        elif is_dataclass(value):
+            items = (getattr(value, field.name) for field in fields(value))
+        for item in items:
+            yield from tensors_of(item)
 
 
 def _hands_out_batches(dataset: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..launching.distributed import all_reduce
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 2**20
 
 
 def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) -> None:
@@ -38,6 +39,10 @@ def _checksum(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     if tensor.dtype == torch.bool:
         tensor = tensor.to(torch.uint8)
-    bits = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()]).to(torch.int64)
-    places = torch.arange(bits.numel(), device=bits.device) % 65521 * 2 + 1  # odd: no power of two is lost to overflow
-    return (bits * places).sum()
+    bits = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+    places = torch.arange(min(bits.numel(), _PART), device=bits.device) * 2 + 1  # odd: overflow loses no power of two
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _PART):  # in parts: as int64 a large embedding would take 6 times its size
+        part = bits[start : start + _PART].to(torch.int64)
+        total = total * 31 + (part * places[: len(part)]).sum()
+    return total

@@ -1,12 +1,13 @@
 """How many devices a run would take here: scripts/torchrun.sh asks, to start a rank for each.
 
-python -m template_package.commands.count_devices WORDS     the words are those of `python run.py`
+python -m template_package.commands._count_devices WORDS     the words are those of `python run.py`
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from ..config import load_config
@@ -18,7 +19,8 @@ from . import parse_command_line
 def main(words: list[str]) -> int:
     """Print the number. The exit code is 2, with one line, for a mistake of the user's."""
     try:
-        line = parse_command_line(words, default_config=Path(__file__).parents[2] / "config.yaml")
+        with redirect_stdout(sys.stderr):  # --help
+            line = parse_command_line(words, default_config=Path(__file__).parents[2] / "config.yaml")
         config = load_config(line.config_path, line.overrides)
         print(len(take_devices(config.device_ids, config.launch, os.environ).names))
     except ConfigError as error:
