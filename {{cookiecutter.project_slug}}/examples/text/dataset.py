@@ -120,7 +120,8 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
     """What `run.py predict SOURCE` looks at: the sentences of a file, or SOURCE itself; and their texts, to name them
     by. Their targets mean nothing.
     """
-    texts = read_texts(Path(source)) if Path(source).suffix in READERS else [source]
+    is_file = Path(source).suffix in READERS or re.fullmatch(r"\S+\.\w{1,8}", source)  # read_texts tells what is wrong
+    texts = read_texts(Path(source)) if is_file else [source]
     encode = build_encoder(config, [] if config.tokenizer else [text for text, _ in read_splits(config)[0]])
     return Sentences([(text, 0) for text in texts], encode, config), texts
 

@@ -73,7 +73,8 @@ def _class_id(record: Any, label_names: list[str]) -> int:
         return label_names.index(name)
     if not name.isdecimal() or int(name) >= len(label_names):
         names = one_line(", ".join(label_names))
-        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, 0 to {len(label_names) - 1}.")
+        places = f"0 to {len(label_names) - 1}"
+        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, {places}. Add it there.")
     return int(name)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,9 +39,10 @@ def run_rounds(
     rows: Sequence[Row], num_rounds: int, config_path: Path, folder: Path, has_bar: bool
 ) -> tuple[list[Outcome], bool]:
     """Each row once a round, one after the other, so that what else the machine does meets all alike; and whether
-    that came to its end: after Ctrl-C there is less. A row that fails is not tried again.
+    that came to its end: after Ctrl-C or SIGTERM there is less. A row that fails is not tried again.
     """
     outcomes = [Outcome(row, reason=row.obstacle) for row in rows]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is not lost to a scheduler either
     with Countdown(num_rounds * sum(not row.obstacle for row in rows), has_bar) as countdown:
         try:
             for number in range(num_rounds):
@@ -159,6 +161,8 @@ class Countdown:
         """A run of this row begins."""
         self._name, self._began = name, time.monotonic()
         self.show()
+        if self._bar is None:
+            print(f"benchmark {len(self._seconds) + 1}/{self._num_runs}: {name} …", end=" ", flush=True)
 
     def end(self, *, num_dropped: int) -> None:
         """It has ended; so many later runs will not be made, because it has failed."""
@@ -169,8 +173,7 @@ class Countdown:
             self._bar.total = self._num_runs
             self._bar.update()
         else:
-            done = f"{len(self._seconds)}/{self._num_runs}: {self._name}, {seconds:.1f} s"
-            print(f"benchmark {done}, {self._time_left()} left", flush=True)
+            print(f"{seconds:.1f} s, {self._time_left()} left", flush=True)
 
     def show(self) -> None:
         """Draw the bar anew."""

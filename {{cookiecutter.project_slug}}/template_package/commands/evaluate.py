@@ -69,11 +69,12 @@ def restore(
 ) -> tuple[dict[str, Any], Strategy, Data]:
     """A checkpoint's state, its weights under the config's strategy, and what build_data gives; all ranks call it."""
     state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
-    check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}")
+    remedy = f"Type the words of its training again, or --config {path.parents[1] / 'config.yaml'}"
+    check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}", remedy)
     seed_generators(config.seed)
     with context.local_rank_first():
         data = build_data()
-    check_same_values(state["config"], to_dict(config), ("data.fingerprint",), f"checkpoint {path}")
+    check_same_values(state["config"], to_dict(config), ("data.fingerprint",), f"checkpoint {path}", remedy)
     model = user_model.build_model(config.model)
     check_weights(shapes_of(model), state["model"], f"checkpoint {path}")
     model.load_state_dict(state["model"])
@@ -88,7 +89,7 @@ def find_checkpoints(config: Config, directory: Path) -> list[Path]:
     def find() -> list[Path]:
         checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
         named = {"best": checkpoints.best, "last": checkpoints.latest() or checkpoints.folder / "step_*.pt"}
-        if not directory.exists() and named.keys() & set(config.evaluation.checkpoint):
+        if not checkpoints.folder.exists() and named.keys() & set(config.evaluation.checkpoint):
             runs = sorted(path.parent.name for path in directory.parent.glob("*/checkpoints"))
             there = f"there are {', '.join(runs)}" if runs else "nothing was trained here yet"
             raise ConfigError(f"name={config.name}: there is no {directory}; {there}. Train first, or name another.")

@@ -24,6 +24,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
 DONE = 64
 """Exit code of a rank that has come to its end. 0 is what one ends with that somebody else's code has ended."""
+ASKED = "asked to stop: saving after this step (Ctrl-C again: at once)"
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
 
@@ -105,6 +106,7 @@ def _supervise(
             is_asked = True
             if not ask_to_stop(signals.received[0]):
                 break
+            print(ASKED, file=sys.stderr)
     if peers is not None and (codes := [p.exitcode or 1 for p in processes if _has_failed(p)]):
         peers.announce(max(1, *codes))  # at once: their ranks are about to lose their connections to these
     if alive and not signals.received:

@@ -18,7 +18,7 @@ from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .fetching import MicroBatch
 from .loader import EvaluationLoader
-from .metrics import compute_over_ranks, keep_apart, names_of_scalars
+from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
 from .report import METRIC, build_report, report_stem, write_report
 from .stopping import Interrupted
 from .watchdog import beat
@@ -46,13 +46,20 @@ class Evaluator:
         self._matrix: list[list[int]] | None = None
         """The last run's confusion matrix, if there is a metric of that name."""
 
-    def check_metric(self, metric: str) -> None:
-        """ConfigError if `evaluation.metric` is not among what evaluation will give."""
+    def check_metric(self, metric: str, mode: str) -> None:
+        """ConfigError if `evaluation.metric` is not among what evaluation will give, or is better the other way."""
         names = ["loss", *names_of_scalars(self._metrics)]
         if metric not in names:
             raise ConfigError(
                 f"evaluation.metric={metric}: not among this model's metrics ({', '.join(names)}). "
                 "Name one of these, or add it to build_metrics() in model.py."
+            )
+        is_higher_better = False if metric == "loss" else higher_is_better(self._metrics, metric)
+        if is_higher_better is not None and is_higher_better != (mode == "max"):
+            right = "max" if is_higher_better else "min"
+            raise ConfigError(
+                f"evaluation.mode={mode}: would keep the worst checkpoint: the more evaluation.metric={metric} is, the "
+                f"{'better' if is_higher_better else 'worse'}. Set evaluation.mode={right}."
             )
 
     @torch.no_grad()

@@ -11,15 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..launching.distributed import RankContext, all_reduce
+from ..validation import ConfigError
 from .loader import TrainLoader
 from .run_files import write_json
+
+
+class NonFiniteError(ConfigError):
+    """A failure (exit code 1) that is told in one line: a traceback would lead to where it was seen, not made."""
+
+    exit_code = 1
 
 
 class FiniteCheck:
     """Looks at each micro-batch's loss: at once on CPU; on a GPU a flag stays there until `raise_if_found`."""
 
-    def __init__(self, context: RankContext, loader: TrainLoader, directory: Path) -> None:
+    def __init__(
+        self, context: RankContext, loader: TrainLoader, directory: Path, max_gradient_norm: float | None
+    ) -> None:
         self._context, self._loader, self._directory = context, loader, directory
+        self._is_clipped = max_gradient_norm is not None
         self._is_cpu = context.device.type == "cpu"
         self._first_step = torch.full((), sys.maxsize, device=context.device)
 
@@ -31,7 +41,7 @@ class FiniteCheck:
             self._fail(step)
 
     def check_weights(self, weights: list[Tensor], step: int) -> None:
-        """RuntimeError if a weight is no number: a finite loss may have had a gradient that was none.
+        """NonFiniteError if a weight is no number: a finite loss may have had a gradient that was none.
 
         weights: what this rank holds of them; all ranks call it and learn the same.
         """
@@ -41,7 +51,7 @@ class FiniteCheck:
             self._fail(step)
 
     def raise_if_found(self) -> None:
-        """RuntimeError if a loss was not finite; called where the run waits for the device anyway."""
+        """NonFiniteError if a loss was not finite; called where the run waits for the device anyway."""
         if not self._is_cpu and (step := int(self._first_step)) != sys.maxsize:
             self._fail(step)
 
@@ -49,7 +59,8 @@ class FiniteCheck:
         path = self._directory / f"non_finite_rank_{self._context.rank}.json"
         indices = self._loader.indices_of_step(step)
         write_json(path, {"step": step, "rank": self._context.rank, "indices": indices})
-        raise RuntimeError(
+        clip = "" if self._is_clipped else ", or set training.max_gradient_norm=1"
+        raise NonFiniteError(
             f"the loss of step {step}, or its gradient, is not finite. {path} lists this rank's {len(indices)} "
-            "samples. Look at them, lower optimizer.learning_rate, or set training.max_gradient_norm=1."
+            f"samples. Look at them, lower optimizer.learning_rate{clip}."
         )

@@ -40,6 +40,12 @@ def names_of_scalars(metrics: MetricCollection) -> list[str]:
     return names
 
 
+def higher_is_better(metrics: MetricCollection, name: str) -> bool | None:
+    """What the metric says of itself; None if it does not, or is one of several that a metric gives."""
+    metric = metrics[name] if name in metrics.keys() else None  # noqa: SIM118 - torchmetrics has no __contains__
+    return getattr(metric, "higher_is_better", None)
+
+
 def compute_over_ranks(metrics: MetricCollection) -> dict[str, Any]:
     """Numbers by name, or nested lists of them, the same on every rank; all ranks call it. The metrics begin anew."""
     states = gather_objects(pack([metric.metric_state for metric in _all_metrics(metrics)]))

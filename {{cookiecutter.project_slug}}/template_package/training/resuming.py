@@ -32,13 +32,15 @@ def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
             get_logger().info(words, key, former, now)
 
 
-def check_same_values(stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], what: str) -> None:
+CONTINUE = "Put them back to continue, or choose another name=… for a new run."
+
+
+def check_same_values(
+    stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], what: str, remedy: str = CONTINUE
+) -> None:
     """ConfigError if two plain configs differ in one of the (dotted) keys or below it."""
     if lines := differing_keys({key: _pick(stored, key) for key in keys}, {key: _pick(present, key) for key in keys}):
-        raise ConfigError(
-            f"{what}: was begun with other values: {'; '.join(lines)}. "
-            "Put them back to continue, or choose another name=… for a new run."
-        )
+        raise ConfigError(f"{what}: was begun with other values: {'; '.join(lines)}. {remedy}")
 
 
 def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:

@@ -116,7 +116,7 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
         export_weights(model, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     report = report_stem(directory, "validation", "best")
-    if Path(f"{report}.json").exists():
+    if summary["status"] == "complete" and Path(f"{report}.json").exists():
         get_logger().info("\n%s\n", show_report(report))
 
 

@@ -13,7 +13,9 @@ import threading
 from types import FrameType
 
 from ..launching.distributed import RankContext
+from ..launching.processes import ASKED
 from ..launching.starting import ENDINGS
+from .logs import get_logger
 
 POLL_SECONDS = 0.2
 
@@ -61,6 +63,7 @@ class StopRequest:
     def exit_unless(self, is_complete: bool) -> None:
         """SystemExit(128 + signal number) if the run was asked to stop before it was complete."""
         if not is_complete and self.signal_number is not None:
+            get_logger().info("saved: the same command continues")
             raise SystemExit(128 + self.signal_number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -69,6 +72,7 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self._received = number
         if self._context.store is None:
+            print(ASKED, file=sys.stderr)
             self.signal_number, self._limit = number, self._begun
             self._decided.set()
 

@@ -59,7 +59,7 @@ class Trainer:
             collate=getattr(user_data, "collate", None),
         )
         self.evaluator = Evaluator(validation_data, "validation", config, context)
-        self.evaluator.check_metric(config.evaluation.metric)
+        self.evaluator.check_metric(config.evaluation.metric, config.evaluation.mode)
         self.progress = Progress(self.loader.num_samples, config.training.global_batch_size)
         all_steps = config.training.epochs * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, config.training.max_steps or all_steps)
@@ -108,7 +108,7 @@ class Trainer:
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
         self.loader.start(progress.epoch, progress.position)
-        self.finite = FiniteCheck(self.context, self.loader, directory)
+        self.finite = FiniteCheck(self.context, self.loader, directory, self.config.training.max_gradient_norm)
         self.clock.start(progress.num_samples_seen)
         self.profiler.toggle(progress.step)
         return memory
