@@ -88,9 +88,9 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     num_tried = sum(tried[phase] for phase in phases)
     text = (
         f"## {num_tried} x {fault} in {num_runs} runs\n\n{disturb.__doc__} The phase is rank 0's at that moment. "
-        f"All processes had ended within {max(seconds):.1f} s. After the same command had run to its end, metrics.jsonl "
-        "(but for samples_per_second), weights, optimizer and random states equalled those of an undisturbed run to the "
-        "bit; no temporary file was left."
+        f"All processes had ended within {max(seconds):.1f} s. After the same command had run to its end, "
+        "metrics.jsonl (but for samples_per_second), weights, optimizer and random states equalled those of an "
+        "undisturbed run to the bit; no temporary file was left."
     )
     for phase in phases:
         report(f"{fault} during {PHASES[phase]}", tried[phase], tried[phase], text if phase == phases[0] else "")
