@@ -68,6 +68,11 @@ def _torchrun(environment: Mapping[str, str]) -> Launched:
     if "LOCAL_SIZE" in environment and "LOCAL_WORLD_SIZE" not in environment:  # the same under another name
         launcher, environment = "deepspeed", {**environment, "LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"]}
     rank, world_size, local_rank, local_world_size, port = _numbers(environment, TORCHRUN, text=("MASTER_ADDR",))
+    if rank >= world_size or local_rank >= local_world_size:
+        raise ConfigError(
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size}: ranks "
+            "count from 0 to below that. Unset them and type `python run.py`, or start with torchrun."
+        )
     return Launched(
         launcher,
         rank,

@@ -64,8 +64,8 @@ def run_processes(
     """The exit code of `work(*arguments[i], report)` run in one process for each i, and the first failure.
 
     environment: variables that all of them have. ask_to_stop(signal number) is called on the first SIGINT or
-    SIGTERM and returns False if the ranks cannot stop by themselves yet; then, and on a second signal, they are
-    killed; and when a peer has ended.
+    SIGTERM and returns False if the ranks cannot stop by themselves yet; then, on a second Ctrl-C, and when a peer has
+    ended, they are killed.
     """
     context: Any = multiprocessing.get_context(choose_start_method(start_method))
     processes: list[BaseProcess] = []

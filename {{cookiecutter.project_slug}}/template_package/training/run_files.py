@@ -71,11 +71,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def describe_start(directory: Path, config: Config, context: RankContext) -> None:
     """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes."""
     devices = gather_objects([_device_name(device) for device in context.devices])
+    for note in context.device_notes:  # in the log of each node's local rank 0
+        get_logger().info("%s", note)
     if not context.is_main:
         return
     get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(_flat(devices)))
-    for note in context.device_notes:
-        get_logger().info("%s", note)
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
     environment = {
