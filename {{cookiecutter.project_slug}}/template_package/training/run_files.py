@@ -71,7 +71,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def describe_start(directory: Path, config: Config, context: RankContext) -> None:
     """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes."""
     devices = gather_objects([_device_name(device) for device in context.devices])
-    for note in context.device_notes:  # in the log of each node's local rank 0
+    for note in context.device_notes:  # of its node: not only rank 0's is of interest
         get_logger().info("%s", note)
     if not context.is_main:
         return
