@@ -70,7 +70,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launched:
     rank, world_size, local_rank, local_world_size, port = _numbers(environment, TORCHRUN, text=("MASTER_ADDR",))
     if rank >= world_size or local_rank >= local_world_size:
         raise ConfigError(
-            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_world_size}: numbers "
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of {local_world_size}: numbers "
             "count from 0. Unset them and type `python run.py`, or start with torchrun."
         )
     return Launched(
