@@ -1,6 +1,8 @@
 """How many devices a run would take here: scripts/torchrun.sh asks, to start a rank for each.
 
-python -m template_package.commands._count_devices WORDS     the words are those of `python run.py`
+python -m template_package.commands._count_devices WORDS
+
+The words are those of `python run.py`.
 """
 
 from __future__ import annotations
