@@ -41,7 +41,7 @@ def test_mutated_config_is_refused_in_words_or_trains(
         codes[code] += 1
         lines = printed.strip().splitlines()
         if code == 2:
-            rules[rule_of(lines[-1])] += 1
+            rules[rule_of(lines[-1].replace(str(project.folder), "…"))] += 1
         is_told = code == 2 and 1 <= len(lines) <= 3 and "Traceback" not in printed
         if not (code == 0 or is_told):
             failures.append(f"{words}: exit code {code}\n{printed[-2000:]}")
@@ -50,7 +50,8 @@ def test_mutated_config_is_refused_in_words_or_trains(
         num_cases,
         num_cases - len(failures),
         f"## {num_cases} mutated configs\n\nTrained: {codes[0]}. Refused in one to three lines: {codes[2]}. "
-        "Rules that refused:\n\n" + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common()),
+        f"{len(rules)} rules refused, most often:\n\n"
+        + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common(10)),
     )
     assert not failures, "\n\n".join(failures[:5])
     assert codes[0] >= num_cases // 20
