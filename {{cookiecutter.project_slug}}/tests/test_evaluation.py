@@ -125,3 +125,8 @@ from torchmetrics.classification import BinaryConfusionMatrix
     assert (project.directory("run") / "reports" / "validation_best.txt").read_text(encoding="utf-8") in printed
     project.run("evaluate")
     assert project.json("run", "reports/validation_best.json") == report
+
+
+def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
+    output = project.run("evaluation.metric=absolute_error", "evaluation.mode=max", code=2)
+    assert output.startswith("error: evaluation.mode=max") and "Set evaluation.mode=min" in output

@@ -81,9 +81,10 @@ def run_processes(
                 processes.append(process)
                 reports.append(receiver)
             return _supervise(processes, reports, signals, ask_to_stop, peers)
-        finally:
+        except BaseException:
             for process in processes:
                 process.kill()
+            raise
 
 
 def _supervise(

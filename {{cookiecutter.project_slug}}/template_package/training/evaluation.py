@@ -54,7 +54,7 @@ class Evaluator:
                 f"evaluation.metric={metric}: not among this model's metrics ({', '.join(names)}). "
                 "Name one of these, or add it to build_metrics() in model.py."
             )
-        is_higher_better = False if metric == "loss" else higher_is_better(self._metrics, metric)
+        is_higher_better = higher_is_better(self._metrics, metric)  # of the loss config_rules.py knows it
         if is_higher_better is not None and is_higher_better != (mode == "max"):
             right = "max" if is_higher_better else "min"
             raise ConfigError(
