@@ -33,9 +33,9 @@ class HorovodStrategy(DistributedDataParallelStrategy):
     model: Any
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
-        super().__init__(config, context, options)
-        if options.gradient_compression == "bf16":
+        if options.gradient_compression == "bf16":  # before torch's own rule for it
             raise ConfigError("ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these.")
+        super().__init__(config, context, options)
         for key in ("find_unused_parameters", "static_graph"):
             if getattr(options, key):
                 raise ConfigError(f"ddp.{key}=true: Horovod has no such setting. Set it to false, or strategy=ddp.")
