@@ -125,7 +125,7 @@ def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
     """The text without the lines that end in `# only with QUESTION=ANSWER` where another answer was given."""
     kept = []
     for line in text.splitlines():
-        condition = re.search(r"\s*# only with (\w+)=(\S+)$", line)
+        condition = re.search(r"\s*# only with (example|tracker|extra_strategies)=(\w+)$", line)
         if condition is None or answers[condition[1]] in (condition[2], "all"):
             kept.append(line[: condition.start()] if condition else line)
     return "\n".join(kept) + "\n"

@@ -132,6 +132,8 @@ HOSTILE = [
     "right-to-left עברית",
     " spaces around ",
     "}} %} #}",
+    "kept # only with example=text",
+    "kept # only with tracker=fishing",
 ]
 
 

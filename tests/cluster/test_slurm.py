@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .conftest import AS_ROOT, MPIRUN, SAME
@@ -56,7 +57,7 @@ class Login:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output(job)}") from None
         self.slurm.wait_for(job, ("PENDING",), 10)
-        self.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")  # a node refuses it within the second
 
 
 @pytest.fixture
@@ -115,6 +116,21 @@ def test_job_that_is_asked_to_stop_while_it_starts_queues_itself(slow_login: Log
     until(lambda: any("/run.py" in line for line in left_after(mark, 0)), "a start", 30)
     slow_login.slurm.ask("scancel", "--signal=TERM", job)
     slow_login.back_in_the_queue(job, timeout=30)
+
+
+def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_losses: list[float]) -> None:
+    """As SLURM does where proctrack/cgroup tracks its processes; the test's own signals all of them."""
+    job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
+    slow_login.host.wait_for_step("run", 5)
+    tasks = [process for process in psutil.process_iter(["cmdline"]) if "run_task" in " ".join(process.info["cmdline"])]
+    for task in tasks:
+        if task.name() == "bash":
+            task.send_signal(signal.SIGTERM)
+    slow_login.back_in_the_queue(job, timeout=60)
+    printed = slow_login.ended(job)
+    assert "asked to stop: back to the queue" in printed
+    assert "resuming after step" in printed
+    slow_login.host.has_trained("run", 2, slow_losses)
 
 
 def test_preempted_job_saves_and_goes_on_by_itself(slow_login: Login, slow_losses: list[float]) -> None:

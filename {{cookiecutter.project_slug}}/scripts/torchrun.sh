@@ -19,7 +19,7 @@ done
 
 # Without --nproc-per-node: a rank for each device that can be had here. A mistake in the words ends it now, in one line.
 if [[ ${options[*]} != *--nproc* ]]; then
-  num_devices=$(PYTHONPATH=$project "$python" -m template_package.commands._count_devices "$@")
+  num_devices=$(PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} "$python" -m template_package.commands._count_devices "$@")
   [[ -n $num_devices ]] || exit 0 # it has printed what --help asks for
   options+=(--nproc-per-node="$num_devices")
 fi

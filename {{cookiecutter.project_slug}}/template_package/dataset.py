@@ -7,6 +7,7 @@ model.py; `run.py predict` uses `read_inputs`.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -96,7 +97,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
     try:
         array = numpy.load(Path(source), allow_pickle=False)
         images = scale(array.reshape(-1, *array.shape[-2:]))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, BadZipFile, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"predict {source}: no array of images ({error}). Make one with numpy.save.") from None
     if images.shape[1:] != (1, 8, 8) or not len(images):
         raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")

@@ -105,6 +105,19 @@ class Session:
         self._process = None
 
 
+def children(pid: int) -> list[int]:
+    """The living processes that this one has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
 @dataclass
 class Project:
     """A generated project in a folder of its own."""

@@ -176,6 +176,15 @@ def test_rows_share_devices_and_number_of_ranks() -> None:
     assert again.command == "python run.py 'data.name=a b' device_ids=cpu strategy=ddp training.precision=fp32"
 
 
+def test_advised_command_does_what_its_row_does() -> None:
+    rows = plan(["0", "2"], ["--config=big.yaml", "training.compile=true"], is_compiled=True)
+    for row in rows:
+        words = row.command.split()
+        assert "--config=big.yaml" in words
+        assert f"training.compile={str('compile' in row.name).lower()}" in words
+        assert sum(word.startswith("training.compile=") for word in words) == 1
+
+
 def test_a_single_gpu_has_the_rows_that_fit_and_says_how_to_try_the_others() -> None:
     rows = plan(["4"])
     assert [row.name for row in rows if not row.obstacle] == ["one device", "one device, 16-bit", "one device, compile"]

@@ -127,6 +127,14 @@ from torchmetrics.classification import BinaryConfusionMatrix
     assert project.json("run", "reports/validation_best.json") == report
 
 
+def test_other_data_than_the_runs_is_told(project: Project) -> None:
+    project.run("training.max_steps=2")
+    told = project.run("evaluate", "training.max_steps=2", "data.num_validation=20", "evaluation.checkpoint=last")
+    assert "trained with other values: data.num_validation: 37 -> 20. It may have seen samples" in told
+    told = project.run("evaluate", "evaluation.checkpoint=last")
+    assert "may have seen" not in told
+
+
 def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
     output = project.run("evaluation.metric=absolute_error", "evaluation.mode=max", code=2)
     assert output.startswith("error: evaluation.mode=max") and "Set evaluation.mode=min" in output

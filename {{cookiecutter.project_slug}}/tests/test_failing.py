@@ -5,28 +5,16 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from conftest import Project
+from conftest import Project, children
 
 LIMIT_SECONDS = 5.0
-
-
-def children(pid: int) -> list[int]:
-    """The living processes that this one has started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 def descendants(pid: int) -> set[int]:
@@ -75,6 +63,38 @@ def test_hang_is_found_and_the_rank_behind_is_named(project: Project) -> None:
 def test_rank_that_does_not_even_answer_is_named(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=freeze", code=1)
     assert "Without an answer: rank 1." in output
+
+
+def test_launchers_console_tells_of_a_hang(project: Project) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
+    output = project.run(*words, command=torchrun, code=1)
+    assert output.count("no progress for launch.timeout_minutes=0.05") == 1 and "Behind the others: rank 0." in output
+
+
+def test_killed_launching_process_takes_a_rank_along_that_python_cannot_end(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.fault=clutch", "launch.timeout_minutes=5")
+    process = project.start(*words)
+    log = project.directory("run") / "logs" / "rank_1.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and "clutched" in log.read_text(encoding="utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    family = descendants(process.pid)
+    assert len(family) >= 4, "fork server, resource tracker, two ranks"
+    process.kill()
+    process.communicate(timeout=LIMIT_SECONDS)  # its pipes are closed: by all who had them
+    assert not family & {found for pid in (1, os.getpid(), *family) for found in children(pid)}
+
+
+def test_killed_fork_server_ends_the_run(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu", "model.fault=hang")
+    deadline = time.monotonic() + 60
+    while not project.directory("run").joinpath("metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (server,) = (pid for pid in children(process.pid) if children(pid))
+    os.kill(server, signal.SIGKILL)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 1 and "its fork server was killed" in errors
 
 
 def test_one_rank_that_hangs_ends_too(project: Project) -> None:

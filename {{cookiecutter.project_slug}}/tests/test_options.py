@@ -103,6 +103,20 @@ def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() ->
         prepared(nn.Linear(4, 4), activation_checkpointing=True)
 
 
+def test_blocks_that_run_again_count_a_batch_once() -> None:
+    torch.manual_seed(0)
+    plain, again = (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())) for _ in range(2))
+    again.load_state_dict(plain.state_dict())
+    strategies = prepared(plain), prepared(again, activation_checkpointing=True)
+    for _ in range(2):
+        inputs = torch.randn(8, 4)
+        for strategy in strategies:
+            strategy.backward(strategy.model(inputs).square().mean(), 1.0)
+    for (name, first), second in zip(plain.named_buffers(), again.buffers(), strict=True):
+        assert torch.equal(first, second), name
+    assert plain.get_buffer("0.1.num_batches_tracked") == 2
+
+
 @pytest.mark.slow
 def test_compile_compiles_and_keeps_names() -> None:
     torch.manual_seed(0)

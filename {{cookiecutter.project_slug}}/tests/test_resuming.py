@@ -98,8 +98,22 @@ def test_rules_for_the_same_name_again(project: Project) -> None:
     longer = project.run("training.epochs=4", "logging.every_steps=2")
     assert "training.epochs was 3, is 4" in longer and project.json("run", "summary.json")["steps"] == 28
     source = checkpoints / "step_00000014.pt"
-    project.run("name=branch", f"checkpoint.resume={source}", "optimizer.learning_rate=0.001")
-    assert [line["step"] for line in project.lines("branch")] == list(range(15, 22))
+    branch = ("name=branch", f"checkpoint.resume={source}", "optimizer.learning_rate=0.001", "optimizer.betas=0.5,0.9")
+    project.run(*branch)
+    lines = project.lines("branch")
+    assert [line["step"] for line in lines] == list(range(15, 22))
+    assert max(line["learning_rate"] for line in lines) <= 0.001, "the branch's own, not that of the run it left"
+    end = project.checkpoint("branch", 21)
+    assert all(list(group["betas"]) == [0.5, 0.9] for group in end["optimizer"]["param_groups"])
+    assert end["best"]["step"] > 14, "its own best"
+    other = project.run(*branch[:2], "name=other", "optimizer.name=sgd", code=2)
+    assert "optimizer.name: adamw -> sgd" in other and f"checkpoint.initial_weights={source}" in other
+
+
+def test_precision_auto_is_what_the_devices_compute_in(project: Project) -> None:
+    project.run("training.precision=auto", "training.max_steps=2")
+    assert "is complete" in project.run("training.precision=fp32", "training.max_steps=2")
+    assert "training.precision: fp32 -> bf16" in project.run("training.precision=bf16", code=2)
 
 
 def test_failure_of_one_rank_is_told_once_and_ends_all(project: Project) -> None:

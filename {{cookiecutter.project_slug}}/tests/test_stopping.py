@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from conftest import Project
+from conftest import Project, children
 
 LIMIT_SECONDS = 10.0
 WORDS = (
@@ -38,9 +38,20 @@ def all_of_them(project: Project, number: int) -> None:
     os.killpg(project.session.pid, number)
 
 
+def each_of_them(project: Project, number: int) -> None:
+    """Loader workers too."""
+    ranks = [pid_of(project, 0), pid_of(project, 1)]
+    for pid in (*(worker for rank in ranks for worker in children(rank)), *ranks, project.session.pid):
+        os.kill(pid, number)
+
+
 def one_rank(project: Project, number: int) -> None:
-    log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
-    os.kill(int(re.findall(r"pid=(\d+)", log)[-1]), number)
+    os.kill(pid_of(project, 1), number)
+
+
+def pid_of(project: Project, rank: int) -> int:
+    log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+    return int(re.findall(r"pid=(\d+)", log)[-1])
 
 
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
@@ -51,9 +62,9 @@ def test_whoever_is_told_in_whatever_phase_the_run_saves_and_goes_on(project: Pr
         project.edit(*SLOW_SAVE)
     elif phase == "evaluation":
         (project.folder / "seconds_per_evaluation").write_text("0.05", encoding="utf-8")
-    targets: list[Callable[[Project, int], None]] = [one_rank, the_parent, all_of_them]
+    targets: list[Callable[[Project, int], None]] = [one_rank, the_parent, all_of_them, each_of_them]
     stopped_after = [0]
-    numbers = [signal.SIGTERM, signal.SIGUSR1] * 2
+    numbers = [signal.SIGTERM, signal.SIGUSR1] * 2 + [signal.SIGTERM]
     for tell, number in zip(targets, numbers[phase == "evaluation" :], strict=False):
         with signalled(project, tell, number, after_lines=1, after_seconds=0.1) as sent:
             output = project.run(*words, code=143)
@@ -71,6 +82,18 @@ def test_whoever_is_told_in_whatever_phase_the_run_saves_and_goes_on(project: Pr
     for split in ("train", "validation"):
         assert project.lines("run", split) == project.lines("undisturbed", split)
     assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "training.max_steps=4", "evaluation.micro_batch_size=1", "logging.every_steps=4")
+    (project.folder / "seconds_per_evaluation").write_text("0.1", encoding="utf-8")
+    with signalled(project, the_parent, signal.SIGTERM, after_lines=1, after_seconds=0.5):
+        project.run(*words, code=143)
+    assert project.checkpoint("run", 4)["early_stopping"]["is_evaluation_pending"]
+    (project.folder / "seconds_per_evaluation").unlink()
+    project.run(*words)
+    assert "run run is complete" in project.run(*words)
+    assert [line["step"] for line in project.lines("run", "validation")] == [4]
 
 
 def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:

@@ -15,6 +15,7 @@ import pytest
 from template_package.config import LoggingConfig
 from template_package.launching.distributed import RankContext
 from template_package.training.logs import console, get_logger, rank_logs
+from template_package.training.progress import Progress
 from template_package.training.tracking import Tracking
 
 ROOT = Path(__file__).parents[1]
@@ -25,12 +26,13 @@ from pathlib import Path
 from template_package.config import LoggingConfig
 from template_package.launching.distributed import RankContext
 from template_package.training.logs import rank_logs
+from template_package.training.progress import Progress
 from template_package.training.tracking import Tracking
 
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
 with rank_logs(directory, RankContext()):
     config = LoggingConfig(tracker=tracker)
-    tracking = Tracking(directory, config, {}, is_main=True, resumed_step=0, total_steps=60)
+    tracking = Tracking(directory, config, {}, is_main=True, progress=Progress(60, 1), total_steps=60)
     for step in range(1, 61):
         time.sleep(0.01)  # the bar is drawn several times
         if step % 20 == 0:
@@ -55,7 +57,8 @@ print("after the run")
 def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = "none", is_main: bool = True) -> None:
     """Steps of a run, each with a line for training and, every second step, one for validation."""
     config = LoggingConfig(tracker=tracker)
-    tracking = Tracking(directory, config, {}, is_main=is_main, resumed_step=resumed_step, total_steps=12)
+    progress = Progress(num_samples=12, global_batch_size=1, step=resumed_step)
+    tracking = Tracking(directory, config, {}, is_main=is_main, progress=progress, total_steps=12)
     for step in range(resumed_step + 1, last_step + 1):
         tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1 / step, "learning_rate": 0.1 * step})
         if step % 2 == 0:
@@ -84,7 +87,9 @@ def screen(output: str) -> list[str]:
 
 
 def test_metrics_keep_order_and_every_digit_and_stay_json(tmp_path: Path) -> None:
-    tracking = Tracking(tmp_path, LoggingConfig(tracker="none"), {}, is_main=True, resumed_step=0, total_steps=9)
+    tracking = Tracking(
+        tmp_path, LoggingConfig(tracker="none"), {}, is_main=True, progress=Progress(9, 1), total_steps=9
+    )
     tracking.record({"split": "train", "step": 1, "loss": 0.1 + 0.2, "epoch": 1, "gradient_norm": float("inf")})
     tracking.record({"split": "validation", "step": 1, "epoch": 1, "loss": float("nan"), "名": -1e-300})
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # written at once, not at the end

@@ -68,6 +68,12 @@ def complete_config(model: ModelConfig, data: DataConfig) -> None:
     model.num_classes = model.num_classes or len(data.label_names)
     model.vocabulary_size = model.vocabulary_size or data.vocabulary_size
     model.max_length = model.max_length or data.max_length
+    for key in ("vocabulary_size", "max_length"):
+        if getattr(model, key) < getattr(data, key):
+            raise ValueError(
+                f"model.{key}={getattr(model, key)}: less than data.{key}={getattr(data, key)}. "
+                f"Leave model.{key} out of the config."
+            )
     if model.num_classes != len(data.label_names):
         names = f"data.label_names has {len(data.label_names)} names"
         raise ValueError(f"model.num_classes={model.num_classes}: {names}. Leave model.num_classes out of the config.")

@@ -61,6 +61,10 @@ def _text(record: Any) -> str:
         text = record.get("text") if isinstance(record, dict) else record[0] if record else None
     if not isinstance(text, str) or not text.strip():
         raise ValueError("there is no text. A row is a text and a label.")
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(
+            f"the text holds half a character ({half[0]!a}). Escape both of its halves, or write it plainly."
+        )
     return text.strip()
 
 
@@ -101,8 +105,8 @@ def _read_json(content: str) -> Records:
         place = f"line {line}, row {number}"
         try:
             record, end = decoder.raw_decode(content, start)
-        except json.JSONDecodeError as error:
-            yield place, ValueError(f"{error.msg}.")  # where the next row begins cannot be told
+        except (ValueError, RecursionError) as error:
+            yield place, _refusal(error)  # where the next row begins cannot be told
             return
         yield place, record
         line, start, number = line + content.count("\n", start, end), end, number + 1
@@ -113,9 +117,13 @@ def _read_json_lines(content: str) -> Records:
         if line.strip():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                record = ValueError(f"{error.msg}.")
+            except (ValueError, RecursionError) as error:
+                record = _refusal(error)
             yield f"line {number}", record
+
+
+def _refusal(error: Exception) -> ValueError:
+    return ValueError(f"{error.msg}." if isinstance(error, json.JSONDecodeError) else f"not JSON to read ({error}).")
 
 
 def _read_table(content: str, delimiter: str) -> Records:

@@ -26,7 +26,7 @@ class Row(NamedTuple):
     obstacle: str = ""
     """Why it cannot run here, if that is known beforehand."""
     asked: tuple[str, ...] = ()
-    """The words after `benchmark` on the command line."""
+    """What was typed after `benchmark`."""
 
     @property
     def words(self) -> list[str]:
@@ -62,8 +62,12 @@ def take_all_devices(config: Config) -> tuple[list[str], Devices]:
     return [str(visible[int(name.removeprefix("cuda:"))].index) for name in devices.names], devices
 
 
-def plan(device_ids: list[str], asked: Sequence[str] = ()) -> list[Row]:
-    """Every row, those that cannot run among them. asked: the user's own words, which the rows' commands repeat."""
+def plan(device_ids: list[str], asked: Sequence[str] = (), *, is_compiled: bool = False) -> list[Row]:
+    """Every row, those that cannot run among them. asked: the user's own words, which the rows' commands repeat.
+
+    is_compiled: whether these words and the config ask for torch.compile, which is a row of its own here.
+    """
+    eager = ["training.compile=false"] if is_compiled else []
     first = device_ids[:1]
     precision = f"training.precision={'bf16' if 'cpu' in device_ids else 'auto'}"  # auto: bf16, fp16 on old GPUs
     fp32, ddp = "training.precision=fp32", "strategy=ddp"
@@ -88,7 +92,13 @@ def plan(device_ids: list[str], asked: Sequence[str] = ()) -> list[Row]:
         order = rows + [row._replace(obstacle=words) for row in shared]
     else:
         order = [_checked(row) for row in (rows[0], *shared[:3], *rows[1:], *shared[3:])]
-    return [row._replace(asked=tuple(asked)) for row in order]
+    return [
+        row._replace(
+            asked=tuple(asked),
+            overrides=row.overrides if "training.compile=true" in row.overrides else row.overrides + eager,
+        )
+        for row in order
+    ]
 
 
 def _checked(row: Row) -> Row:

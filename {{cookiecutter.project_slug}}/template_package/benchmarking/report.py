@@ -123,7 +123,7 @@ def advise(rows: Sequence[dict[str, Any]], device_ids: Sequence[str], num_worker
     """The name of the fastest row, and a sentence: how it compares with one device, what holds it up, what to type."""
     sound = [row for row in rows if not row.get("is_loss_off")]
     if not sound or "speed_up" not in sound[0]:
-        return "", "No advice: one device did not run, so there is nothing to compare with."
+        return "", "No advice: one device did not run, or to no finite loss, so there is nothing to compare with."
     fastest = min(row["seconds_per_step"] for row in sound)
     best = next(row for row in sound if row["seconds_per_step"] <= SAME_SPEED * fastest)
     others = [row["speed_up"] for row in sound[1:]]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def _run(command: list[str], log: Path, countdown: Countdown) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - this process has no threads
         )
     try:
         while True:

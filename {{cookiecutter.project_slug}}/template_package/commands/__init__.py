@@ -32,6 +32,8 @@ class CommandLine(NamedTuple):
     is_json: bool = False
     source: str | None = None
     """What to predict: predict's own word."""
+    asked: tuple[str, ...] = ()
+    """All that chooses the config, as typed."""
 
 
 def available_commands() -> list[str]:
@@ -73,7 +75,8 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             overrides.append(word)
     if command == "predict" and not source:
         raise ConfigError("predict: what? Write python run.py predict FILE, or predict 'a sentence'.")
-    return CommandLine(command or "train", config_path, overrides, is_json, source)
+    asked = [*overrides] if config_path is default_config else [f"--config={config_path}", *overrides]
+    return CommandLine(command or "train", config_path, overrides, is_json, source, tuple(asked))
 
 
 def run_command(line: CommandLine) -> int:
@@ -88,5 +91,5 @@ def run_command(line: CommandLine) -> int:
         case "predict":
             return int(command.main(config, line.source))
         case "benchmark":
-            return int(command.main(config, line.overrides))
+            return int(command.main(config, line.asked))
     return int(command.main(config))

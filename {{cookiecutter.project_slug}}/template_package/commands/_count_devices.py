@@ -21,10 +21,11 @@ from . import parse_command_line
 def main(words: list[str]) -> int:
     """Print the number. The exit code is 2, with one line, for a mistake of the user's."""
     try:
-        with redirect_stdout(sys.stderr):  # --help
+        with redirect_stdout(sys.stderr):  # --help, and what your files print when they are imported
             line = parse_command_line(words, default_config=Path(__file__).parents[2] / "config.yaml")
-        config = load_config(line.config_path, line.overrides)
-        print(len(take_devices(config.device_ids, config.launch, os.environ).names))
+            config = load_config(line.config_path, line.overrides)
+            devices = take_devices(config.device_ids, config.launch, os.environ)
+        print(len(devices.names))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

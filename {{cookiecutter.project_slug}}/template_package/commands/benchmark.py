@@ -38,7 +38,8 @@ def main(config: Config, asked: Sequence[str]) -> int:
         path.write_text(yaml.safe_dump(to_dict(base_config(config)), allow_unicode=True), encoding="utf-8")
         wanted = config.logging.progress_bar
         has_bar = sys.stderr.isatty() if wanted == "auto" else bool(wanted)
-        outcomes, is_whole = run_rounds(plan(device_ids, asked), config.benchmark.rounds, path, folder, has_bar)
+        rows = plan(device_ids, asked, is_compiled=config.training.compile)
+        outcomes, is_whole = run_rounds(rows, config.benchmark.rounds, path, folder, has_bar)
         if any(outcome.runs for outcome in outcomes):
             _publish(make_report(outcomes, device_ids, config, load), folder)
         else:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from .. import dataset as user_data
 from .. import model as user_model
-from ..config import Config, to_dict
+from ..config import Config, differing_keys, to_dict
 from ..launching.distributed import RankContext, current_context, from_main, pack, unpack
 from ..launching.launcher import find_node, launch
 from ..strategies import create_strategy
@@ -36,7 +36,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     """What each rank does: evaluate each checkpoint of `evaluation.checkpoint` on `evaluation.split`."""
     context, directory = current_context(), run_directory(config)
     paths = find_checkpoints(config, directory)  # before anything is written: the run may not exist
-    with rank_logs(directory, context), hang_watched(context, config.launch, directory):
+    with rank_logs(directory, context):
         results = [evaluate_checkpoint(path, config, context) for path in paths]
         if context.is_main:
             write_json(directory / "evaluation.json", results[0] if len(results) == 1 else {"evaluations": results})
@@ -50,6 +50,9 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 def evaluate_checkpoint(path: Path, config: Config, context: RankContext) -> dict[str, Any]:
     """{"split", "checkpoint", "step", "epoch", "loss", <metrics>, "num_samples"}; all ranks call it."""
     state, strategy, datasets = restore(path, config, context, lambda: user_data.build_datasets(config.data))
+    if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
+        words = "%s was trained with other values: %s. It may have seen samples of this split."
+        get_logger().warning(words, path, "; ".join(lines))
     splits = dict(zip(("train", "validation", "test"), datasets, strict=False))
     split = config.evaluation.split
     if split not in splits:
@@ -58,7 +61,8 @@ def evaluate_checkpoint(path: Path, config: Config, context: RankContext) -> dic
             "Return a third data set for testing, or set evaluation.split=validation."
         )
     evaluator = Evaluator(splits[split], split, config, context)
-    values = evaluator.run(strategy)
+    with hang_watched(context, config.launch, run_directory(config)):
+        values = evaluator.run(strategy)
     evaluator.write_report(run_directory(config), path.stem, state["step"])
     counts = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"]}
     return {**counts, **values, "num_samples": evaluator.num_samples}

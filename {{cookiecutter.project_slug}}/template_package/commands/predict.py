@@ -49,10 +49,11 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
     """What each rank does: predict its part of the inputs; rank 0 puts the rows in the order of the inputs."""
     context, directory = current_context(), run_directory(config)
     checkpoint = find_checkpoints(config, directory)[0]
-    with rank_logs(directory, context), hang_watched(context, config.launch, directory):
+    with rank_logs(directory, context):
         read = partial(_data.read_inputs, source, config.data)
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
-        parts = gather_objects(_predict_part(strategy, dataset, config, context))
+        with hang_watched(context, config.launch, directory):
+            parts = gather_objects(_predict_part(strategy, dataset, config, context))
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
             _write([{"input": names[index], **rows[index]} for index in sorted(rows)], directory / "predictions.jsonl")

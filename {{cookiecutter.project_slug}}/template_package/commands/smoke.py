@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .. import model as user_model
 from ..config import Config, to_dict
 from ..training.checkpoint import load_checkpoint
+from ..training.run_files import RUNS_FOLDER
 
 FOLDER = Path(".smoke")
 SAVED_STEP, LAST_STEP = 2, 4
@@ -85,7 +86,10 @@ def _small(config: Config) -> Config:
         strategy="ddp",
         launch=replace(config.launch, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0, backend="gloo"),
         loader=replace(config.loader, num_workers=0),
-        training=replace(config.training, epochs=LAST_STEP, max_steps=LAST_STEP, early_stopping_epochs=None),
+        ddp=replace(config.ddp, gradient_compression="none"),  # it and SyncBatchNorm: not on every CPU
+        training=replace(
+            config.training, epochs=LAST_STEP, max_steps=LAST_STEP, early_stopping_epochs=None, sync_batchnorm=False
+        ),
         evaluation=replace(
             config.evaluation, every_steps=SAVED_STEP, every_epochs=None, checkpoint=["last"], split="validation"
         ),
@@ -126,17 +130,17 @@ def _train_resume_evaluate() -> int:
 
 
 def _run(what: str, *words: str, command: str = "train") -> None:
-    """Run run.py in the scratch folder; SmokeError with the end of its output if it fails."""
+    """Run run.py where you would, its runs in the scratch folder; SmokeError with its last lines if it fails."""
     print(f"smoke test: {what} …", flush=True)
     script = Path(__file__).parents[2] / "run.py"
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONIOENCODING": "utf-8"}
+    environment[RUNS_FOLDER] = str(FOLDER / "runs")
     with (FOLDER / "log.txt").open("a+", encoding="utf-8", errors="replace") as log:
         start = log.seek(0, os.SEEK_END)
         try:
             done = subprocess.run(
-                [sys.executable, str(script), command, "--config", "config.yaml", *words],
-                cwd=FOLDER,
+                [sys.executable, str(script), command, "--config", str(FOLDER / "config.yaml"), *words],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,

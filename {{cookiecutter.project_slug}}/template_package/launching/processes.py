@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, Protocol
 
-from .starting import ENDINGS, choose_start_method, die_with_parent, signals_held_back
+from .starting import ENDINGS, choose_start_method, die_with_parent, die_with_pipe, signals_held_back
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
@@ -108,8 +107,8 @@ def _supervise(
             if not ask_to_stop(signals.received[0]):
                 break
             print(ASKED, file=sys.stderr)
-    if peers is not None and (codes := [p.exitcode or 1 for p in processes if _has_failed(p)]):
-        peers.announce(max(1, *codes))  # at once: their ranks are about to lose their connections to these
+    if peers is not None and (codes := [_known(p.exitcode) for p in processes if _has_failed(p)]):
+        peers.announce(max(codes))  # at once: their ranks are about to lose their connections to these
     if alive and not signals.received:
         time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
     failures = _failures(processes, reports)
@@ -129,6 +128,10 @@ def _has_failed(process: BaseProcess) -> bool:
     return process.exitcode not in (None, DONE, *STOPPED)
 
 
+def _known(code: int | None) -> int:
+    return code if code in (2, OUT_OF_MEMORY) else 1
+
+
 def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[Failure]:
     """What went wrong, the cause first: a killed rank says nothing, and its neighbours report lost connections."""
     failures = []
@@ -144,7 +147,10 @@ def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[F
             text = f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
             failures.append(Failure(local_rank, 1, text, 0.0))
         elif _has_failed(process):
-            failures.append(Failure(local_rank, code or 1, f"ended by itself, with exit code {code}", 0.0))
+            text = f"ended by itself, with exit code {code}" + (
+                " (or its fork server was killed)" if code == 255 else ""
+            )
+            failures.append(Failure(local_rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, 0.0))
     return sorted(failures, key=lambda failure: failure.time)
 
 
@@ -156,19 +162,13 @@ def _main(
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     die_with_parent()
-    # The fork server, not the launching process, is the parent that the system knows.
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    launching_process = multiprocessing.parent_process()
+    assert launching_process is not None
+    die_with_pipe(launching_process.sentinel)  # the parent that the system knows is the fork server
     code = work(*arguments, report.send)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or DONE)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
-
-
-def _end_with_launcher() -> None:
-    launching_process = multiprocessing.parent_process()
-    assert launching_process is not None
-    launching_process.join()
-    os._exit(1)
 
 
 class _Signals:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -52,14 +53,16 @@ def run_launched_rank(run_fn: RunFunction, config: Config, place: RankContext, l
     assert store is not None
     if launched.attempt > 0:
         config = go_on(config)
+    # Other ranks' stderr is their log while they train.
+    console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
 
     def report(failure: Failure) -> None:
         try:
             if store.add("failures", 1) == 1:  # the others' lost connections follow from the first
-                print_failure(failure, place)
+                print_failure(failure, place, console)
         except dist.DistError:  # whoever held the store is gone; had it failed by itself, it has told why
             last = failure.text.strip().splitlines()[-1]
-            print_failure(replace(failure, text=f"rank 0, or who started it, is gone ({last})"), place)
+            print_failure(replace(failure, text=f"rank 0, or who started it, is gone ({last})"), place, console)
 
     context = place if place.world_size > 1 else replace(place, store=None)
     code = _run_rank(run_fn, config, context, report, fingerprint(config))
@@ -75,13 +78,13 @@ def go_on(config: Config) -> Config:
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
-def print_failure(failure: Failure, place: RankContext) -> None:
-    """The traceback, headed by rank, host and device; or the one line of a user's mistake."""
+def print_failure(failure: Failure, place: RankContext, console: TextIO | None = None) -> None:
+    """The traceback, headed by rank, host and device; or the one line of a user's mistake (on stderr)."""
     if failure.exit_code == 2:
         text = f"error: {failure.text}"
     else:
         text = f"rank {place.rank} ({socket.gethostname()}, {place.device}) failed:\n{failure.text}"
-    print(text, file=sys.stderr, flush=True)
+    print(text, file=console or sys.stderr, flush=True)
 
 
 def _run_rank(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import multiprocessing
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
 
 PARENT_AT_START = os.getppid()
@@ -44,6 +47,21 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
+def die_with_pipe(descriptor: int) -> None:
+    """Kill this process when the other end of a pipe is closed, as it is when who holds it has gone.
+
+    On Linux the system does it, whatever C code runs here; elsewhere a thread.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+        if wait([descriptor], timeout=0):
+            os._exit(1)
+    else:
+        threading.Thread(target=lambda: wait([descriptor]) and os._exit(1), daemon=True).start()
+
+
 def warm_up(words: Sequence[str], config_path: Path) -> None:
     """Start the fork server, if these words and this config look like several ranks: it imports what is slow, once for
     all of them, while this process reads the config. A wrong guess costs time alone.
@@ -54,7 +72,9 @@ def warm_up(words: Sequence[str], config_path: Path) -> None:
     # None of it may touch CUDA: a forked child could not use it. So nothing of yours is among them.
     modules = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "omegaconf")
     multiprocessing.set_forkserver_preload(list(modules))
-    text = config_path.read_text(encoding="utf-8", errors="replace") if config_path.is_file() else ""
+    text = ""
+    with suppress(OSError):  # told by who reads it for good
+        text = config_path.read_text(encoding="utf-8", errors="replace")
     text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
     device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

@@ -1,21 +1,12 @@
 """How gradients and state are shared: one file a strategy, chosen by `strategy:` in config.yaml."""
 
 from importlib import import_module
+from typing import Any
 
 from ..config import Config
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
 from .base import Strategy
-
-CLASSES = {
-    "ddp": "DistributedDataParallelStrategy",
-    "data_parallel": "DataParallelStrategy",
-    "fsdp": "FullyShardedStrategy",
-    "accelerate": "AccelerateStrategy",
-    "deepspeed": "DeepSpeedStrategy",
-    "horovod": "HorovodStrategy",
-}
-"""In the file of the strategy's name; a project holds those that it was made with."""
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
@@ -26,7 +17,9 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
     options = getattr(config, config.strategy, config.ddp)  # the strategy's own section, if it has one
     try:
         module = import_module(f".{config.strategy}", __package__)
-        strategy: Strategy = getattr(module, CLASSES[config.strategy])(config.training, context, options)
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        kind: Any = next(value for value in own if isinstance(value, type) and issubclass(value, Strategy))
+        strategy: Strategy = kind(config.training, context, options)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"strategy={config.strategy}: {error.name} is not installed. Type: "

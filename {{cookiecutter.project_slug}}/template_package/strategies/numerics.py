@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from ..config import TrainingConfig
+from ..config import Config, TrainingConfig
+from ..launching.distributed import RankContext, all_reduce
 from ..validation import ConfigError
 
 
@@ -21,6 +25,14 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def settle_precision(config: Config, context: RankContext) -> Config:
+    """The config with `auto` resolved for all ranks together: what the least able of their devices computes in."""
+    choices = ("fp32", "fp16", "bf16")
+    own = choices.index(resolve_precision(config.training.precision, context.device))
+    common = int(all_reduce(torch.tensor(own, device=context.device), dist.ReduceOp.MIN))
+    return replace(config, training=replace(config.training, precision=choices[common]))
 
 
 def set_numerics(config: TrainingConfig) -> None:
@@ -61,7 +73,28 @@ def checkpoint_activations(model: nn.Module) -> None:
             "again. Put its layers in one, or set training.activation_checkpointing=false."
         )
     for block in found:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        contexts = partial(_contexts, [module for module in block.modules() if isinstance(module, _BatchNorm)])
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _counted_once(norms)
+
+
+@contextmanager
+def _counted_once(norms: list[_BatchNorm]) -> Iterator[None]:
+    """In the body, the second forward of a step, BatchNorm's running statistics stay as the first has left them."""
+    former = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
+    counts = [None if count is None else count.clone() for _, _, count in former]
+    for norm, _, _ in former:
+        norm.momentum = 0.0  # with track_running_stats=False it would keep fewer tensors than in the first forward
+    try:
+        yield
+    finally:
+        for (norm, momentum, count), former_count in zip(former, counts, strict=True):
+            norm.momentum = momentum
+            if count is not None and former_count is not None:
+                count.copy_(former_count)
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -10,10 +10,12 @@ import copy
 import hashlib
 import os
 import random
+import signal
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy
@@ -24,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
-from ..launching.starting import die_with_parent, num_usable_cores
+from ..launching.starting import ENDINGS, die_with_parent, num_usable_cores
 
 Collate = Callable[[list[Any]], Any]
 
@@ -106,7 +108,7 @@ def read_batches(
         num_workers=num_workers,
         prefetch_factor=config.prefetch_factor if num_workers else None,
         pin_memory=context.device.type == "cuda",
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, os.getpid()),
         # A rank started by a fork server would start a server of its own for them, and each would import torch anew.
         multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
@@ -126,9 +128,10 @@ def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
     return micro_batch
 
 
-def _start_worker(_worker_id: int) -> None:
-    die_with_parent()
+def _start_worker(rank_pid: int, _worker_id: int) -> None:
+    die_with_parent(rank_pid)
     os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # others tell each process of a run
     torch.set_num_threads(1)
 
 
@@ -137,6 +140,8 @@ def _to_device(micro_batches: Iterable[MicroBatch], device: torch.device) -> Ite
     copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ready: tuple[MicroBatch, torch.cuda.Event] | None = None
     for micro_batch in micro_batches:
+        # Memory of former batches is used again here: not before what reads them has run.
+        copy_stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(copy_stream):
             upcoming = micro_batch._replace(batch=move(micro_batch.batch, device)), copy_stream.record_event()
         if ready is not None:
@@ -147,11 +152,7 @@ def _to_device(micro_batches: Iterable[MicroBatch], device: torch.device) -> Ite
 
 
 def _wait_for_copy(micro_batch: MicroBatch, copied: torch.cuda.Event) -> MicroBatch:
-    stream = torch.cuda.current_stream()
-    stream.wait_event(copied)
-    # The tensors were allocated on the copy stream: tell the allocator that this one reads them too.
-    for tensor in tensors_of(micro_batch.batch):
-        tensor.record_stream(stream)
+    torch.cuda.current_stream().wait_event(copied)
     return micro_batch
 
 
@@ -178,25 +179,6 @@ def move(value: Any, device: torch.device) -> Any:
             object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
         return moved
     return value
-
-
-def tensors_of(value: Any) -> Iterator[Any]:
-    """The GPU tensors of a batch, and what else has a `record_stream()`."""
-    if isinstance(value, Tensor):
-        if value.is_cuda:
-            yield value
-    elif hasattr(value, "record_stream"):
-        yield value
-    else:
-        items: Iterable[Any] = ()
-        if isinstance(value, Mapping):
-            items = value.values()
-        elif isinstance(value, list | tuple):
-            items = value
-        elif is_dataclass(value):
-            items = (getattr(value, field.name) for field in fields(value))
-        for item in items:
-            yield from tensors_of(item)
 
 
 def _hands_out_batches(dataset: Any) -> bool:

@@ -27,7 +27,10 @@ class MemoryLimit:
         self._context, self._loader = context, loader
         if self._path.exists():
             limit = int(self._path.read_text(encoding="utf-8"))
-            loader.micro_batch_size = min(loader.micro_batch_size, limit)
+            if limit < loader.micro_batch_size:
+                words = "micro-batches of %d on this rank: memory ran out with more (%s; remove it to try again)"
+                get_logger().info(words, limit, self._path)
+                loader.micro_batch_size = limit
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int, position: int) -> None:
         """For `auto`: halve the loader's size until forward and backward fit, the optimizer's state being allocated.
@@ -35,7 +38,8 @@ class MemoryLimit:
         Nothing is communicated, so ranks may end with different sizes. Weights, buffers, optimizer and random states
         are as before afterwards.
         """
-        if strategy.has_collective_forward:  # a trial on one rank would wait for ever; and all need the same size
+        if strategy.has_collective_forward or strategy.config.sync_batchnorm:
+            # A trial on one rank would wait for ever; and all need the same size.
             size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
             self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
             return

@@ -1,6 +1,8 @@
 """The optimizer and its learning rate as a function of the step. When to step, and clipping, are the strategy's."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -42,6 +44,21 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         case "sgd":  # betas[0] is its momentum
             return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
     raise AssertionError(f"optimizer.name={config.name} is checked with the config")
+
+
+CONFIGURED = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
+"""What `optimizer:` in the config decides of a group; the rest is the optimizer's own."""
+
+
+@contextmanager
+def configured(optimizer: Optimizer) -> Iterator[None]:
+    """In the body a state is loaded, with the groups of the run that has saved it; after it they are the config's."""
+    own = [{key: group[key] for key in CONFIGURED if key in group} for group in optimizer.param_groups]
+    yield
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        for key in CONFIGURED:
+            group.pop(key, None)
+        group.update(values)
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:

@@ -8,9 +8,11 @@ from typing import Any
 
 from ..config import Config, differing_keys, to_dict
 from ..launching.distributed import from_main, pack, unpack
+from ..strategies.base import Strategy
 from ..validation import ConfigError
-from .checkpoint import CheckpointFolder, load_checkpoint
+from .checkpoint import CheckpointFolder, check_weights, load_checkpoint
 from .logs import get_logger
+from .optimization import configured
 
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
 """What makes a run what it is; everything else may change from one start to the next."""
@@ -20,6 +22,13 @@ def find_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] 
     """The state to continue from, or None for a new run. Rank 0 reads; the others, which may share no disk, receive."""
     state: dict[str, Any] | None = unpack(from_main(lambda: pack(_read_state(config, checkpoints))))
     return state
+
+
+def take_up(state: dict[str, Any], strategy: Strategy, config: Config) -> None:
+    """Load weights and optimizer state; ConfigError if they are another model's."""
+    check_weights(strategy.shapes(), state["model"], f"name={config.name}")
+    with configured(strategy.optimizer):  # a run that starts from another's file has settings of its own
+        strategy.load_state_dict(state)
 
 
 def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
@@ -32,6 +41,7 @@ def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
             get_logger().info(words, key, former, now)
 
 
+COMPLETE = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
 CONTINUE = "Put them back to continue, or choose another name=… for a new run."
 
 
@@ -50,8 +60,11 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
         return None
     if not paths:
         state = load_checkpoint(Path(resume))
+        remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={resume}."
+        check_same_values(state["config"], to_dict(config), ("optimizer.name",), f"checkpoint.resume={resume}", remedy)
         check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint.resume={resume}")
-        return state
+        early_stopping = {"best_epoch": state["epoch"], "epochs_without_improvement": 0}
+        return state | {"best": None, "early_stopping": early_stopping}  # they are the other run's
     if resume == "never":
         raise ConfigError(
             f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "

@@ -30,9 +30,13 @@ from .report import report_stem, show_report
 LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
 
 
+RUNS_FOLDER = "DDP_RUNS_FOLDER"
+"""The variable that names another folder than runs/."""
+
+
 def run_directory(config: Config) -> Path:
     """runs/<name>, in the folder where the command is typed."""
-    return Path("runs") / config.name
+    return Path(os.environ.get(RUNS_FOLDER, "runs")) / config.name
 
 
 @contextmanager

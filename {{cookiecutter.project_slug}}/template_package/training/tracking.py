@@ -21,9 +21,10 @@ from tqdm import tqdm
 from ..config import LoggingConfig
 from .checkpoint import write_whole
 from .logs import console, get_logger, print_above
+from .progress import Progress
 
 Value = float | int | str
-NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples")  # on the console
+NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 
 
 class Tracking:
@@ -36,10 +37,10 @@ class Tracking:
         run_config: dict[str, Any],
         is_main: bool,
         *,
-        resumed_step: int,
+        progress: Progress,
         total_steps: int,
     ) -> None:
-        self._is_main, self._resumed_step, self._total_steps = is_main, resumed_step, total_steps
+        self._is_main, self._resumed_step, self._total_steps = is_main, progress.step, total_steps
         self._bar: tqdm | None = None
         self._tracker: _TensorBoard | _Wandb | None = None
         self._epoch_line = ""
@@ -47,12 +48,12 @@ class Tracking:
         if not is_main:
             return
         path = run_directory / "metrics.jsonl"
-        _cut(path, resumed_step)
+        _cut(path, progress.step + (0.0 if progress.is_evaluation_pending else 0.5))
         self._metrics = path.open("a", encoding="utf-8")
-        if resumed_step < total_steps:
-            self._tracker = _start_tracker(config.tracker, run_directory, run_config, resumed_step)
+        if progress.step < total_steps:
+            self._tracker = _start_tracker(config.tracker, run_directory, run_config, progress.step)
             has_bar = console().isatty() if config.progress_bar == "auto" else config.progress_bar
-            self._bar = _make_bar(resumed_step, total_steps) if has_bar else None
+            self._bar = _make_bar(progress.step, total_steps) if has_bar else None
             print_above(self._bar)
 
     def record(self, values: Mapping[str, Value]) -> None:
@@ -185,17 +186,19 @@ def _start_tracker(
     return None
 
 
-def _cut(path: Path, last_step: int) -> None:
-    """Drop the lines of later steps, which will come again, and one that a killed process left half written."""
+def _cut(path: Path, last: float) -> None:
+    """Drop the lines that will come again, and one that a killed process left half written."""
     former = path.read_bytes() if path.exists() else b""
-    kept = b"".join(line + b"\n" for line in former.split(b"\n") if _step_of(line) <= last_step)
+    kept = b"".join(line + b"\n" for line in former.split(b"\n") if _place_of(line) <= last)
     if kept != former:
         write_whole(path, lambda beside: beside.write_bytes(kept))
 
 
-def _step_of(line: bytes) -> float:
+def _place_of(line: bytes) -> float:
+    """The step, and a half for the evaluation after it."""
     try:
-        return float(json.loads(line)["step"])
+        values = json.loads(line)
+        return float(values["step"]) + (0.0 if values["split"] == "train" else 0.5)
     except (ValueError, TypeError, KeyError):
         return math.inf
 
@@ -211,10 +214,7 @@ def _scalars(values: Mapping[str, Value]) -> dict[str, Value]:
 
 def _figures(values: Mapping[str, Value]) -> str:
     """`loss 0.1234, 5012 samples/s`, as the console shows them."""
-    words = {
-        key: f"{value:.4g}" for key, value in values.items() if key not in NOT_SHOWN and not isinstance(value, str)
-    }
-    words.pop("samples_per_second", None)
+    numbers = {key: value for key, value in values.items() if not isinstance(value, str)}
+    shown = [f"{key} {value:.4g}" for key, value in numbers.items() if key not in NOT_SHOWN]
     speed = values.get("samples_per_second")
-    shown = [f"{key} {word}" for key, word in words.items()]
     return ", ".join(shown + ([f"{speed:.0f} samples/s"] if isinstance(speed, float) else []))

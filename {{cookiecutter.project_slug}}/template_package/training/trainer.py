@@ -18,7 +18,8 @@ from ..config import Config, to_dict
 from ..launching.distributed import RankContext, gather_objects, pack, unpack
 from ..strategies import create_strategy
 from ..strategies.base import weighted
-from .checkpoint import FORMAT_VERSION, CheckpointFolder, build_model, check_weights
+from ..strategies.numerics import settle_precision
+from .checkpoint import FORMAT_VERSION, CheckpointFolder, build_model
 from .evaluation import Evaluator
 from .figures import StepFigures
 from .finite import FiniteCheck
@@ -31,20 +32,19 @@ from .progress import Progress, StepClock
 from .random_state import get_random_states, restore_random_states, seed_generators
 from .rehearsal import rehearse
 from .replicas import check_replicas
-from .resuming import announce, find_state
+from .resuming import COMPLETE, announce, find_state, take_up
 from .run_files import claimed, describe_end, describe_start, is_described
 from .stopping import Interrupted, StopRequest
 from .tracking import Tracking
 from .watchdog import beat, hang_watched
 from .weighing import weigh
 
-COMPLETE = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
-
 
 class Trainer:
     """Trains the user's model on the user's data, as one of `context.world_size` ranks that make the same calls."""
 
     def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
+        config = settle_precision(config, context)  # a run continues in what it began with
         self.config, self.context, self.directory = config, context, directory
         seed_generators(config.seed)  # alike on every rank: equal initial weights
         with context.local_rank_first():  # one download a node
@@ -67,7 +67,6 @@ class Trainer:
         self.clock = StepClock(context.started_at)
         self.profiler = StepProfiler(config.logging.profile_steps, directory, context)
         self.figures = StepFigures(context, self.loader)
-
         self.strategy = create_strategy(config, context)
         model = self.strategy.build(partial(build_model, config.model, config.checkpoint.initial_weights))
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
@@ -90,6 +89,7 @@ class Trainer:
                 with suppress(Interrupted):  # in an evaluation, which is then pending
                     if self.progress.is_evaluation_pending:
                         self.evaluate()
+                        self.save()
                     while not self.is_complete and self.stop.allows():
                         with memory.watched():
                             figures = self.train_step()
@@ -101,7 +101,7 @@ class Trainer:
         """Open what a run writes to, find the micro-batch that fits, rehearse a step, and start the loader."""
         progress, directory = self.progress, self.directory
         where = directory, self.config.logging, to_dict(self.config), self.context.is_main
-        self.tracking = Tracking(*where, resumed_step=progress.step, total_steps=self.total_steps)
+        self.tracking = Tracking(*where, progress=progress, total_steps=self.total_steps)
         describe_start(directory, self.config, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
         memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch, progress.position)
@@ -199,8 +199,7 @@ class Trainer:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
         state = find_state(self.config, self.checkpoints)
         if state is not None:
-            check_weights(self.strategy.shapes(), state["model"], f"name={self.config.name}")
-            self.strategy.load_state_dict(state)
+            take_up(state, self.strategy, self.config)
             self.progress.load_state_dict(state)
             if not self.is_complete:
                 announce(state, self.config, self.total_steps)

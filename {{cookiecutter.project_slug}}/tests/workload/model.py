@@ -1,5 +1,6 @@
 """A model for the tests: six tensors, and faults that the tests switch on."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -89,8 +90,15 @@ def kill_once(_: nn.Module) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def clutch(_: nn.Module) -> None:
+    """C code that keeps Python's lock."""
+    print("clutched", flush=True)
+    ctypes.PyDLL(None).sleep(3600)
+
+
 FAULTS: dict[str, Any] = {
     "kill_once": kill_once,
+    "clutch": clutch,
     "hang": lambda _: time.sleep(3600),
     "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": fail,

@@ -38,6 +38,12 @@ def build_settings(
     """
     import deepspeed
 
+    for key in ("zero_optimization", "torch_autocast"):
+        if not isinstance(options.extra.get(key, {}), dict):
+            raise ConfigError(
+                f"deepspeed.extra.{key}={one_line(options.extra[key])}: must be a mapping of DeepSpeed's keys. "
+                f"Set deepspeed.extra.{key}.KEY=VALUE, or leave it out."
+            )
     extra = OmegaConf.create(options.extra)
     for key, owner in OWNED.items():
         if OmegaConf.select(extra, key) is not None:
