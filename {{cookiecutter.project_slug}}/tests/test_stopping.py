@@ -64,8 +64,9 @@ def test_whoever_is_told_in_whatever_phase_the_run_saves_and_goes_on(project: Pr
         (project.folder / "seconds_per_evaluation").write_text("0.05", encoding="utf-8")
     targets: list[Callable[[Project, int], None]] = [one_rank, the_parent, all_of_them, each_of_them]
     stopped_after = [0]
-    numbers = [signal.SIGTERM, signal.SIGUSR1] * 2 + [signal.SIGTERM]
-    for tell, number in zip(targets, numbers[phase == "evaluation" :], strict=False):
+    numbers = [signal.SIGTERM, signal.SIGUSR1] * 2
+    numbers = [*numbers[phase == "evaluation" :][:3], signal.SIGTERM]  # workers ignore the others in any case
+    for tell, number in zip(targets, numbers, strict=True):
         with signalled(project, tell, number, after_lines=1, after_seconds=0.1) as sent:
             output = project.run(*words, code=143)
         assert time.monotonic() - sent[0] < LIMIT_SECONDS, output
@@ -111,6 +112,18 @@ def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:
     with signalled(project, twice, signal.SIGINT, name="stuck", after_lines=2) as sent:
         project.run("name=stuck", "device_ids=cpu,cpu", "model.fault=hang", code=130)
     assert time.monotonic() - sent[0] < LIMIT_SECONDS
+
+
+def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
+    process = project.start("loader.num_workers=1", "data.stuck_index=50")
+    while num_lines(project) < 1:
+        assert process.poll() is None
+        time.sleep(0.02)
+    for _ in range(2):
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 130
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ matters.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
+import multiprocessing
 import os
 import random
 import signal
@@ -131,8 +133,17 @@ def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
     die_with_parent(rank_pid)
     os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # others tell each process of a run
+    for number in ENDINGS:  # some tell each process of a run
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """Python would ask them to end, which they do not hear, and wait."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _to_device(micro_batches: Iterable[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class DataConfig:
     """So many samples less can be read than the data set says it has."""
     kills_worker: bool = False
     """The system ends the process that reads a sample."""
+    stuck_index: int = -1
+    """Reading this sample takes an hour."""
     max_length: int = 1
     """Lengths of samples are drawn from 1 to this."""
 
@@ -59,6 +62,8 @@ class Numbers(Dataset[Any]):
     def __getitem__(self, index: int) -> Batch:
         if index == self.failing_index:
             raise OSError(f"cannot read the file of sample {index} in process {os.getpid()}")
+        if index == self.config.stuck_index:
+            time.sleep(3600)
         if self.config.kills_worker and torch.utils.data.get_worker_info() is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         if index >= len(self.inputs) - self.config.num_missing:
