@@ -57,7 +57,9 @@ def steps(
         micro_batch_size=micro,
     )
     loader.start(0, position)
-    return [list(loader.next_step()) for _ in range(num_steps)]
+    taken = [list(loader.next_step()) for _ in range(num_steps)]
+    loader.close()
+    return taken
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])

@@ -115,7 +115,10 @@ def read_batches(
         multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
     )
-    return iter(loader) if context.device.type == "cpu" else _to_device(loader, context.device)
+    micro_batches = iter(loader)
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)  # now, so that it comes before torch's own, which waits 5 seconds for each of them
+    return micro_batches if context.device.type == "cpu" else _to_device(micro_batches, context.device)
 
 
 def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -> int:
@@ -138,9 +141,8 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
     torch.set_num_threads(1)
 
 
-@atexit.register
 def _kill_workers() -> None:
-    """Python would ask them to end, which they do not hear, and wait."""
+    """At exit. Python would ask them to end, which they do not hear, and wait."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
