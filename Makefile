@@ -30,7 +30,7 @@ demo: $(READY)  ## generate a project, smoke-test it, train it on two CPU ranks 
 bake: $(READY)  ## answer the questions and generate a project in build/
 	$(BAKE) -o build
 
-test: lint test-project test-template  ## run every check and every test (under 10 minutes once installed)
+test: lint test-project test-template  ## run every check and every test (20 to 30 minutes on two cores, once installed)
 
 test-fast: lint  ## check style and types and run the tests that start no training
 	$(PYTEST) -m "not smoke"
