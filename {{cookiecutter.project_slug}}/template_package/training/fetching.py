@@ -143,6 +143,7 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
 
 def _kill_workers() -> None:
     """At exit. Python would ask them to end, which they do not hear, and wait."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that a worker was killed
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
