@@ -116,7 +116,7 @@ def disturb_in(project: Any, wanted: str, disturb: Disturb, choose: random.Rando
     family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
     hit, disturbed_at = read(marker), time.monotonic()
     code = disturb(project, process, family, choose)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert code in (-1, process.returncode), f"exit code {process.returncode}\n{output}\n{errors}"
     # A process may be killed that the run can do without (a loader worker that has delivered all): then it goes on.
     started_at = disturbed_at if process.returncode else time.monotonic()
@@ -142,7 +142,7 @@ def read(marker: Path) -> str:
 
 
 def wait_for(process: subprocess.Popen[str], marker: Path, is_met: Callable[[str], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300  # a start alone takes half a minute on a machine with other work
     while not is_met(read(marker)) and process.poll() is None:  # a run that has ended is killed no more
         assert time.monotonic() < deadline
         time.sleep(0.0005)

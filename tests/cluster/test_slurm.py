@@ -122,10 +122,9 @@ def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_los
     """As SLURM does where proctrack/cgroup tracks its processes; the test's own signals all of them."""
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     slow_login.host.wait_for_step("run", 5)
-    tasks = [process for process in psutil.process_iter(["cmdline"]) if "run_task" in " ".join(process.info["cmdline"])]
-    for task in tasks:
-        if task.name() == "bash":
-            task.send_signal(signal.SIGTERM)
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "bash" and "run_task" in " ".join(process.info["cmdline"] or []):
+            process.send_signal(signal.SIGTERM)
     slow_login.back_in_the_queue(job, timeout=60)
     printed = slow_login.ended(job)
     assert "asked to stop: back to the queue" in printed

@@ -76,6 +76,9 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
     if node.nodes is not None:
         node.nodes.leave(is_failure=code not in (0, *STOPPED))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a thread of its store's may be inside a call then, and Python's exit would abort there
     return code
 
 
