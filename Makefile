@@ -41,7 +41,7 @@ test-project: $(READY)  ## run the generated project's tests, in place
 test-template: $(READY)  ## run the template's own tests
 	$(PYTEST)
 
-test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLURM, as root; installs Debian's packages (about 6 minutes)
+test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLURM, as root; installs Debian's packages (6 to 12 minutes)
 	tests/cluster/install_packages.sh
 	$(PYTEST) tests/cluster
 
@@ -54,7 +54,7 @@ lint: $(READY)  ## check style and types of the template and, in place, of the g
 	"$(BIN)/mypy" hooks tests "$(PROJECT)/template_only"
 	cd "$(PROJECT)" && "$(BIN)/mypy" run.py template_package tests
 
-benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops and other libraries (about 12 minutes)
+benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops and other libraries (15 to 30 minutes)
 	.cache/benchmark/bin/python benchmarks/run.py
 
 .cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt
