@@ -45,7 +45,7 @@ test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLU
 	tests/cluster/install_packages.sh
 	$(PYTEST) tests/cluster
 
-campaigns: $(READY)  ## inject faults by the hundred, with reports in build/campaigns (about 20 minutes)
+campaigns: $(READY)  ## inject faults by the hundred, with reports in build/campaigns (20 to 35 minutes)
 	$(PYTEST) tests/campaigns --long
 
 lint: $(READY)  ## check style and types of the template and, in place, of the generated project

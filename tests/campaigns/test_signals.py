@@ -4,6 +4,7 @@ undisturbed one.
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import re
@@ -33,7 +34,9 @@ Disturb = Callable[[Any, subprocess.Popen[str], list[int], random.Random], int]
 
 
 def kill(_: Any, process: subprocess.Popen[str], family: list[int], choose: random.Random) -> int:
-    """SIGKILL to one process or to the whole group; any exit code will do."""
+    """SIGKILL to one process or to the whole group; any exit code will do. What may stay in the system's temporary
+    folder is Python's own: pymp-…, with the dead socket of a fork server.
+    """
     if choose.random() < 0.5:
         os.kill(choose.choice(family), signal.SIGKILL)
     else:
@@ -87,7 +90,8 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         assert_same(project, project.name)  # else the test ends here, without a table
         num_runs += 1
     text = (
-        f"## {tried.total()} x {fault} in {num_runs} runs\n\n{disturb.__doc__} The phase is rank 0's at that moment. "
+        f"## {tried.total()} x {fault} in {num_runs} runs\n\n{inspect.getdoc(disturb)}\n\n"
+        "The phase is rank 0's at that moment. "
         f"All processes had ended within {max(seconds):.1f} s. After the same command had run to its end, "
         "metrics.jsonl (but for samples_per_second), weights, optimizer and random states equalled those of an "
         "undisturbed run to the bit; no temporary file was left."
