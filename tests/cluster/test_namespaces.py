@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -58,10 +59,18 @@ def said(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu"), ("cpu", "cpu,cpu")], ids=["1+1", "1+2"])
-def test_nodes_by_hand(devices: tuple[str, str], image_hosts: list[Host], image_losses: list[float]) -> None:
+def test_nodes_by_hand(
+    devices: tuple[str, str],
+    image_hosts: list[Host],
+    image_losses: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     all_end(start_by_hand(image_hosts, *SAME, devices=devices))
     image_hosts[0].has_trained("run", 1 + len(devices[1].split(",")), image_losses)
     assert not image_hosts[1].lines("run", "train")
+    assert not [*tmp_path.glob("pymp-*")]  # the fork servers'
 
 
 def test_script_for_several_nodes(image_hosts: list[Host], image_losses: list[float]) -> None:

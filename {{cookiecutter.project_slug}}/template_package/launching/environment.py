@@ -10,10 +10,12 @@ import re
 import subprocess
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..config import LaunchConfig
 from ..validation import ConfigError, is_loopback
+
+if TYPE_CHECKING:  # run.py asks launcher_of() before anything slow is imported
+    from ..config import LaunchConfig
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
@@ -41,26 +43,36 @@ class Launched(NamedTuple):
     """The launcher holds the store itself (torchrun's agent); otherwise rank 0 does."""
 
 
-def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
-    """The place that a launcher has given this process; None if it is to start the ranks itself. ConfigError if the
-    environment is half set.
-    """
+def launcher_of(environment: Mapping[str, str]) -> str | None:
+    """Who has started this process as one of several ranks; None if it is to start the ranks itself."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _torchrun(environment)
-    # Before SLURM: mpirun starts its daemons with srun, whose variables its ranks then have too.
-    if environment.get("OMPI_COMM_WORLD_SIZE", "1") != "1":
-        return _mpirun(environment, launch)
-    # One task alone is a shell on a node (srun --pty), where ranks are started as anywhere.
-    if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return _srun(environment, launch)
-    if environment.get("HOROVOD_SIZE", "1") != "1":
-        return _horovodrun(environment, launch)
-    if environment.get("PMI_SIZE", "1") != "1":
-        raise ConfigError(
-            f"PMI_SIZE={environment['PMI_SIZE']}: this mpirun's variables are not known here, Open MPI's are. "
-            "Use Open MPI, srun or torchrun, or type `python run.py`, which starts the ranks itself."
-        )
-    return None
+        return "torchrun"
+    sizes = {
+        "mpirun": "OMPI_COMM_WORLD_SIZE",  # before srun, with which it starts its daemons: its ranks have both
+        "srun": "SLURM_STEP_NUM_TASKS",  # one task alone is a shell on a node (srun --pty): ranks start as anywhere
+        "horovodrun": "HOROVOD_SIZE",
+        "another mpirun": "PMI_SIZE",
+    }
+    return next((launcher for launcher, size in sizes.items() if environment.get(size, "1") != "1"), None)
+
+
+def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
+    """The place that a launcher has given this process, or None. ConfigError if the environment is half set."""
+    match launcher_of(environment):
+        case None:
+            return None
+        case "torchrun":
+            return _torchrun(environment)
+        case "mpirun":
+            return _mpirun(environment, launch)
+        case "srun":
+            return _srun(environment, launch)
+        case "horovodrun":
+            return _horovodrun(environment, launch)
+    raise ConfigError(
+        f"PMI_SIZE={environment['PMI_SIZE']}: this mpirun's variables are not known here, Open MPI's are. "
+        "Use Open MPI, srun or torchrun, or type `python run.py`, which starts the ranks itself."
+    )
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launched:

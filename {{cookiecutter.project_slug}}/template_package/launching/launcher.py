@@ -6,6 +6,7 @@ starts the processes is asked in environment.py, which devices they have in devi
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -76,9 +77,10 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
     if node.nodes is not None:
         node.nodes.leave(is_failure=code not in (0, *STOPPED))
+        atexit._run_exitfuncs()  # the fork server's folder is removed there
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a thread of its store's may be inside a call then, and Python's exit would abort there
+        os._exit(code)  # a thread of its store's may be inside a call now, where Python's own exit would abort
     return code
 
 

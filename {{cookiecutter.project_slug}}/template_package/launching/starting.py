@@ -17,6 +17,8 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from .environment import launcher_of
+
 PARENT_AT_START = os.getppid()
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
@@ -67,11 +69,7 @@ def warm_up(words: Sequence[str], config_path: Path) -> None:
     all of them, while this process reads the config. A wrong guess costs time alone.
     """
     starts_none = {"benchmark", "doctor", "smoke"} & {*words}
-    if (
-        sys.platform != "linux"
-        or not os.environ.keys().isdisjoint(("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"))
-        or starts_none
-    ):
+    if sys.platform != "linux" or launcher_of(os.environ) or starts_none:
         return
     # None of it may touch CUDA: a forked child could not use it. So nothing of yours is among them.
     modules = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "omegaconf")
