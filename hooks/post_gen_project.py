@@ -61,6 +61,7 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
+    text = text.replace('["template_package', f'["{answers["package_name"]}')  # no answer has a bare quote in TOML
     pyproject.write_text(text, encoding="utf-8", newline="\n")
 
     if answers["license"] != "none":
@@ -132,11 +133,11 @@ def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
 
 
 def rename_package(project: Path, name: str) -> None:
-    """Gives the folder `template_package` its name, and every mention of it in every file."""
+    """Gives the folder `template_package` its name, and every mention of it in code, which holds no answer's words."""
     (project / "template_package").rename(project / name)
     for path in project.rglob("*"):
-        if path.is_file() and b"template_package" in (content := path.read_bytes()):
-            path.write_bytes(content.replace(b"template_package", name.encode()))
+        if path.suffix in {".py", ".sh"} and path.is_file():
+            path.write_bytes(path.read_bytes().replace(b"template_package", name.encode()))
 
 
 def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:

@@ -12,6 +12,7 @@ import keyword
 import re
 import shlex
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,6 +122,8 @@ def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> s
 
 def main() -> int:
     answers = json.loads(RAW)
+    if Path(__file__).is_relative_to(tempfile.gettempdir()):
+        Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)
     if any(path.name != ".git" for path in Path.cwd().iterdir()):  # cookiecutter -f would write over the user's work
         problems["project_slug"] = f"{Path.cwd()} holds files. Choose another folder; `cruft update` updates a project."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -70,9 +71,14 @@ def test_suggested_name_is_always_a_good_one() -> None:
         {"author_name": "two\nlines"},
     ],
 )
-def test_refused_answers_leave_nothing(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
-    output_dir = tmp_path / "out"
+def test_refused_answers_leave_nothing(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]
+) -> None:
+    output_dir, temporary = tmp_path / "out", tmp_path / "temporary"
     output_dir.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # where cookiecutter renders the hooks
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with pytest.raises(FailedHookException):
         bake(template, output_dir, **answers)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
@@ -134,6 +140,7 @@ HOSTILE = [
     "}} %} #}",
     "kept # only with example=text",
     "kept # only with tracker=fishing",
+    'the ["template_package"] of template_package',
 ]
 
 
