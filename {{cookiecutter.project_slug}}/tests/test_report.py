@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from template_package.training import report as reporting
 from template_package.training.report import (
     _find_font,
     align,
@@ -80,19 +83,76 @@ def test_picture_names_classes_in_a_font_that_has_their_characters_or_numbers_th
     pytest.importorskip("matplotlib")
     from matplotlib import font_manager
 
-    def characters(file: str | Path) -> set[int]:
-        return set(font_manager.get_font(str(file)).get_charmap())
+    def characters(file: str) -> set[int]:
+        return set(font_manager.get_font(file).get_charmap())
 
-    own = _find_font("plain é")
-    assert own is not None and own.name == "DejaVuSans.ttf"
+    own, _ = _find_font(["plain é"])
+    assert own.endswith("DejaVuSans.ttf")
     other = font_manager.findfont("STIXGeneral", fallback_to_default=False)  # comes with matplotlib too
     rare = chr(min(characters(other) - characters(own)))
-    found = _find_font(rare)
-    assert found is not None and found != own and ord(rare) in characters(found)
-    assert _find_font("\U000f1234") is None  # in the private use area: boxes are no names
+    found, its_characters = _find_font([rare])
+    assert found != own and ord(rare) in characters(found) and ord(rare) in its_characters
+    assert _find_font(["\U000f1234"])[0] == _find_font(["\U000f1234", "a"])[0] == own  # of private use: in none
     for place, names in enumerate((["a", rare], ["a", "\U000f1234"], [str(n) for n in range(60)])):
         size = len(names)
         report = build_report("t", [[i * j for i in range(size)] for j in range(size)], names)
         write_report(tmp_path / str(place), report)
         show_report(tmp_path / str(place))
         assert (tmp_path / f"{place}.png").stat().st_size > 5000
+
+
+def texts_drawn(monkeypatch: pytest.MonkeyPatch, stem: Path, names: list[str], title: str = "t") -> list[str]:
+    """All words in the picture of a report on classes of these names."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    found: list[str] = []
+    save = Figure.savefig
+
+    def look_and_save(figure: Any, *words: Any, **options: Any) -> None:
+        save(figure, *words, **options)
+        found.extend(text.get_text() for text in figure.findobj(Text) if text.get_text())
+
+    monkeypatch.setattr(Figure, "savefig", look_and_save)
+    write_report(stem, build_report(title, [[i * j for i in range(len(names))] for j in range(len(names))], names))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a character that the font lacks
+        assert show_report(stem).endswith(f"As a picture: {stem}.png")
+    return found
+
+
+def test_names_that_cannot_be_drawn_are_numbers_with_a_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    unknown = "\U000f1234"
+    texts = texts_drawn(monkeypatch, tmp_path / "my.v2", ["sun", unknown, "très long", "a\nb"], f"of {unknown}")
+    assert "of ?\naccuracy 0.3889 of 36" in texts
+    assert [text for text in texts if "=" in text or "see" in text] == [
+        "0 = sun", "2 = très long", "other names: see my.v2.txt",
+    ]  # fmt: skip
+    assert {"0", "1", "2", "3"} <= set(texts) and "sun" not in texts
+    assert "names: see a.txt" in texts_drawn(monkeypatch, tmp_path / "a", [unknown] * 3)
+    assert "names: see b.txt" in texts_drawn(monkeypatch, tmp_path / "b", [unknown, *("name" * 50)])  # too many to list
+    assert "names: see ?.txt" in texts_drawn(monkeypatch, tmp_path / unknown, [unknown, unknown])
+    texts = texts_drawn(monkeypatch, tmp_path / "c", ["sun", "x" * 300])
+    assert "sun" in texts and "x" * 37 + "..." in texts
+
+
+@pytest.mark.parametrize("name", ["$$", "$x", "$\\frac{$", "a$b$", "^_{}%&#~", "\\$"])
+def test_names_are_no_formulas(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"text.usetex": name == "^_{}%&#~"}):  # as a matplotlibrc may have it
+        texts = texts_drawn(monkeypatch, tmp_path / "a", [name, "b"], title=name)
+        assert name in texts and f"{name}\naccuracy 1.0000 of 1" in texts
+        assert f"0 = {name}" in texts_drawn(monkeypatch, tmp_path / "$$", [name, "\U000f1234"])
+
+
+def test_a_picture_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        (tmp_path / "a.png").touch()
+        raise RuntimeError("Could not set\nthe fontsize")
+
+    monkeypatch.setattr(reporting, "draw", fail)
+    write_report(tmp_path / "a", build_report("t", MATRIX, NAMES))
+    shown = show_report(tmp_path / "a")
+    assert shown.endswith("\n\nThere is no picture of it: RuntimeError: Could not set\\nthe fontsize")
+    assert not (tmp_path / "a.png").exists()

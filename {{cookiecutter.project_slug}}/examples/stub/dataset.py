@@ -22,8 +22,8 @@ class DataConfig:
     """Standard deviation of what no model can predict: the lowest loss is its square."""
 
     def __post_init__(self) -> None:
-        if self.num_samples < 2:
-            raise ValueError(f"num_samples={self.num_samples}: must be at least 2. Set 2000, for example.")
+        if not 2 <= self.num_samples <= 10_000_000:
+            raise ValueError(f"num_samples={self.num_samples}: must be from 2 to 10000000. Set 2000, for example.")
         if self.noise < 0:
             raise ValueError(f"noise={self.noise}: must be at least 0. Set 0.1, for example.")
 

@@ -25,8 +25,8 @@ class ModelConfig:
     hidden_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.hidden_size < 1:
-            raise ValueError(f"hidden_size={self.hidden_size}: must be at least 1. Set 64, for example.")
+        if not 1 <= self.hidden_size <= 1_000_000:
+            raise ValueError(f"hidden_size={self.hidden_size}: must be from 1 to 1000000. Set 64, for example.")
 
 
 class TwoInputs(nn.Module):

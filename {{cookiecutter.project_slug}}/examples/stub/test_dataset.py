@@ -41,7 +41,7 @@ def test_a_batch_fetched_at_once_equals_the_items_stacked() -> None:
     assert [tuple(field.shape) for field in at_once] == [(3, NUM_FEATURES[0]), (3, NUM_FEATURES[1]), (3,)]
 
 
-@pytest.mark.parametrize("wrong", [{"num_samples": 1}, {"noise": -1.0}])
+@pytest.mark.parametrize("wrong", [{"num_samples": 1}, {"num_samples": 2**62}, {"noise": -1.0}])
 def test_impossible_values_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         DataConfig(**wrong)  # type: ignore[arg-type]

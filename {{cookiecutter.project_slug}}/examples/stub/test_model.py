@@ -79,6 +79,7 @@ def test_there_are_no_metrics_beside_the_loss() -> None:
     assert len(build_metrics(ModelConfig())) == 0
 
 
-def test_impossible_values_are_refused() -> None:
+@pytest.mark.parametrize("hidden_size", [0, 2**63 - 1])
+def test_impossible_values_are_refused(hidden_size: int) -> None:
     with pytest.raises(ValueError, match="hidden_size"):
-        ModelConfig(hidden_size=0)
+        ModelConfig(hidden_size=hidden_size)

@@ -6,6 +6,7 @@ for words instead of characters.
 """
 
 import hashlib
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from .text_files import READERS, read_rows, read_texts
-from .validation import ConfigError
+from .validation import ConfigError, one_line
 
 PADDING, UNKNOWN, FIRST = 0, 1, 2
 """Numbers of no token, of one that is not in the vocabulary, and of the most frequent one that is."""
@@ -52,10 +53,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 < self.train_fraction < 1:
             raise ValueError(f"train_fraction={self.train_fraction}: must be between 0 and 1. Set 0.8, for example.")
-        for key, lowest in {"max_rows": 2, "max_length": 1, "vocabulary_size": 10}.items():
+        limits = {"max_rows": (2, 2**63 - 1), "max_length": (1, 100_000), "vocabulary_size": (10, 1_000_000)}
+        for key, (lowest, highest) in limits.items():
             value = getattr(self, key)
-            if value is not None and value < lowest:
-                raise ValueError(f"{key}={value}: must be at least {lowest}.")
+            if value is not None and not lowest <= value <= highest:
+                raise ValueError(f"{key}={value}: must be from {lowest} to {highest}. Set one of these.")
         if len(set(self.label_names)) < max(2, len(self.label_names)):
             raise ValueError(f"label_names={','.join(self.label_names)}: must be two or more different names.")
 
@@ -120,10 +122,18 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
     """What `run.py predict SOURCE` looks at: the sentences of a file, or SOURCE itself; and their texts, to name them
     by. Their targets mean nothing.
     """
-    is_file = Path(source).suffix in READERS or re.fullmatch(r"\S+\.\w{1,8}", source)  # read_texts tells what is wrong
-    texts = read_texts(Path(source)) if is_file else [source]
+    texts = read_texts(Path(source)) if names_file(source) else [source]
+    if any("\ud800" <= char <= "\udfff" for char in texts[0]):  # what Python makes of other bytes in an argument
+        raise ConfigError(f"predict {one_line(source)}: is not UTF-8. Type it in a terminal that is set to UTF-8.")
     encode = build_encoder(config, [] if config.tokenizer else [text for text, _ in read_splits(config)[0]])
     return Sentences([(text, 0) for text in texts], encode, config), texts
+
+
+def names_file(source: str) -> bool:
+    """Whether it is a file, or would be one if it were there: read_texts tells what is wrong then."""
+    # No other ending makes one of letters beyond ASCII: 价格是3.5元 and 再来一次...好吗 are sentences.
+    is_there = os.path.exists(source) and not os.path.isdir(source)  # Path.exists() raises for a name that is too long
+    return is_there or Path(source).suffix in READERS or re.fullmatch(r"[!-~]+\.[A-Za-z]{2,8}", source) is not None
 
 
 def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:

@@ -49,13 +49,15 @@ class ModelConfig:
         for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to below 1. Set 0.1, for example.")
-        for name in ("num_members", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1.")
-        if self.num_heads < 1 or self.hidden_size < 1 or self.hidden_size % self.num_heads:
+        limits = {"num_members": (1, 100), "hidden_size": (1, 16_384), "num_layers": (1, 1000)}
+        limits |= {"num_classes": (0, 100_000), "vocabulary_size": (0, 1_000_000), "max_length": (0, 100_000)}
+        for name, (lowest, highest) in limits.items():
+            if not lowest <= getattr(self, name) <= highest:
+                raise ValueError(f"{name}={getattr(self, name)}: must be from {lowest} to {highest}. Set one of these.")
+        if self.num_heads < 1 or self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}, both at least 1. "
-                "Set hidden_size=64 and num_heads=4, for example."
+                f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}, which is at least "
+                "1. Set hidden_size=64 and num_heads=4, for example."
             )
         if self.pretrained is not None and find_spec("transformers") is None:
             command = "pip install -c constraints.txt -e '.[transformers]'"

@@ -14,6 +14,7 @@ from template_package.dataset import (
     Sentences,
     Vocabulary,
     build_datasets,
+    names_file,
     read_inputs,
     read_splits,
     tokenize,
@@ -102,6 +103,32 @@ def test_inputs_to_predict_are_the_rows_of_a_file_or_a_sentence(tmp_path: Path) 
     assert torch.equal(read_inputs(row, config)[0].encoded[0], train.encoded[0])
     with pytest.raises(ConfigError, match="No such file"):
         read_inputs("missing.json", config)
+    with pytest.raises(ConfigError, match=r"predict caf\\udce9: is not UTF-8"):
+        read_inputs("caf\udce9", config)
+
+
+def test_a_sentence_is_no_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "笔记").write_text("a", encoding="utf-8")
+    (tmp_path / "docs").mkdir()
+    for name in ("笔记", "数据.csv", "my rows.jsonl", "rows.xlsx", "data/rows.JSON", "./a.parquet"):
+        assert names_file(name), name
+    for sentence in (
+        "价格是3.5元",
+        "这个App版本是3.0",
+        "再来一次...好吗",
+        "今日は晴れ。明日は雨.たぶん",
+        "请访问example.com",
+        "wait...",
+        "it costs 3.50",
+        "I am Dr.Who now",
+        "v2.0",
+        "docs",
+        "很长" * 300,
+        "a\0b",
+        "",
+    ):
+        assert not names_file(sentence), sentence
 
 
 def test_the_sentences_that_come_along_are_balanced_and_each_there_once() -> None:
@@ -119,6 +146,8 @@ def test_the_sentences_that_come_along_are_balanced_and_each_there_once() -> Non
         {"train_fraction": 1.0},
         {"max_rows": 1},
         {"max_length": 0},
+        {"max_length": 2**63 - 1},
+        {"vocabulary_size": 2**63 - 1},
         {"vocabulary_size": 1},
         {"label_names": ["one"]},
         {"label_names": ["a", "a"]},

@@ -157,6 +157,8 @@ def test_the_sections_of_the_config_are_made_to_fit() -> None:
         {"hidden_size": 0},
         {"num_layers": 0},
         {"num_members": 0},
+        *({name: 2**63 - 1} for name in ("num_members", "num_layers", "hidden_size", "num_classes", "max_length")),
+        {"vocabulary_size": 2**62},
         {"dropout": 1.0},
         {"token_dropout": -0.1},
     ],

@@ -1,6 +1,7 @@
 """Each kind of file gives the same rows, and each wrong row is told with its file and line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
         ("a.jsonl", '["a", 0]\n\n["b", "snow"]\n{"text": 3}\nsoup', ["line 3", "line 4", "line 5"]),
         ("a.json", '[["a", 0],\n' + "[" * 100_000, ["line 2, row 2"]),
         ("a.jsonl", '["a", 0]\n["b", ' + "1" * 5000 + "]\n" + "[" * 100_000, ["line 2", "line 3"]),
+        ("a.jsonl", '["a", 0]\n["b", ' + 600 * "[" + 600 * "]" + ']\n["c", {"d": 1}]', ["line 2", "line 3"]),
         ("a.jsonl", '["a", 0]\n["half \\ud83d", 1]', ["line 2"]),
         ("a.jsonl", '["a", true]\n["b", -1]\n["c", 1.5]', ["line 1", "line 2", "line 3"]),
         ("a.csv", "text,label\na,0\n,1\nb\n", ["line 3", "line 4"]),
@@ -97,3 +99,15 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, conten
         read_rows(tmp_path / name, NAMES)
     with pytest.raises(ConfigError, match="No such file"):
         read_rows(tmp_path / "other.csv", NAMES)
+
+
+@pytest.mark.timeout(20)
+def test_what_never_ends_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "device.txt").symlink_to("/dev/zero")
+    (tmp_path / "folder.json").mkdir()
+    for name in ("pipe.csv", "device.txt", "folder.json"):
+        with pytest.raises(ConfigError, match=rf"{name}: is no file of rows\. Name one"):
+            read_texts(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_texts(tmp_path / f"{'x' * 999}.csv")

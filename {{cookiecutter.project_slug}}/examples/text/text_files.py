@@ -35,6 +35,8 @@ def _read(path: Path, max_rows: int | None, parse: Callable[[Any], Parsed]) -> l
     if path.suffix not in READERS:
         raise ConfigError(f"{path}: must end in {', '.join(READERS)}. Give it the ending of what it holds.")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device: reading that may never end
+            raise ConfigError(f"{path}: is no file of rows. Name one, with its folder.")
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Check its name and permissions.") from None
@@ -70,7 +72,7 @@ def _text(record: Any) -> str:
 
 def _class_id(record: Any, label_names: list[str]) -> int:
     label = record.get("label") if isinstance(record, dict) else record[1] if len(record) == 2 else None
-    if isinstance(record, str) or label is None:
+    if isinstance(record, str) or not isinstance(label, str | int | float):  # or null, a list, a section
         raise ValueError("there is no label. A row is a text and a label.")
     name = str(label).strip()
     if name in label_names:

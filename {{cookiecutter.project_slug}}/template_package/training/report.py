@@ -7,12 +7,14 @@ with `label_names` gives the classes their names.
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..validation import one_line
 from .checkpoint import write_whole
 
 METRIC = "confusion_matrix"
@@ -21,6 +23,8 @@ MAX_COLUMNS = 120
 """A text wider than this numbers the matrix's columns instead of naming them."""
 MAX_NUMBERED = 50
 """With more classes a picture has colors alone."""
+MAX_NAME = 40
+"""Characters of a name in the picture."""
 
 
 def build_report(title: str, matrix: list[list[int]], label_names: Sequence[str]) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def build_report(title: str, matrix: list[list[int]], label_names: Sequence[str]
     "recall", "f1", "support"}; a quotient by 0 counts as 0, as in scikit-learn.
     """
     classes = []
-    for place, name in enumerate(label_names):
+    for place, name in enumerate(map(str, label_names)):
         correct, support, predicted = matrix[place][place], sum(matrix[place]), sum(row[place] for row in matrix)
         scores = (correct / max(predicted, 1), correct / max(support, 1), 2 * correct / max(support + predicted, 1))
         entry: dict[str, Any] = {"label": name, **dict(zip(SCORES, scores, strict=True)), "support": support}
@@ -67,6 +71,9 @@ def show_report(stem: Path) -> str:
         draw(report, Path(f"{stem}.png"))
     except ImportError:
         return f"{text}\n\nFor a picture: pip install -c constraints.txt -e '.[plot]'"
+    except Exception as error:  # whatever fonts, settings and a full disk do to matplotlib: no run ends for its picture
+        Path(f"{stem}.png").unlink(missing_ok=True)  # a part of it, or an older one
+        return f"{text}\n\nThere is no picture of it: {type(error).__name__}: {one_line(error)}"
     return f"{text}\n\nAs a picture: {stem}.png"
 
 
@@ -109,40 +116,85 @@ def display_width(text: str) -> int:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Write the confusion matrix as PNG, colored by the part of each true class. ImportError without matplotlib."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.lines import Line2D
 
-    labels, matrix = [entry["label"] for entry in report["classes"]], report["confusion_matrix"]
-    font = _find_font("".join(labels))
-    names = labels if font else [str(place) for place in range(len(labels))]
-    hint = "" if font else " (numbers as in the text)"
+    labels, matrix = [shorten(entry["label"]) for entry in report["classes"]], report["confusion_matrix"]
+    file, characters = _find_font(labels)
+    can_name = all(_has(characters, label) for label in labels)
+    names = labels if can_name else [str(place) for place in range(len(labels))]
+    legend = [] if can_name else _legend(labels, characters, f"{path.stem}.txt")
+    title = f"{report['title']}\naccuracy {report['accuracy']:.4f} of {report['num_samples']}"
+
     size = min(3.0 + 0.45 * len(labels), 25.0)
-    figure = Figure(figsize=(size + 1.0, size), layout="constrained")
-    axes = figure.subplots()
-    parts = [[count / max(sum(row), 1) for count in row] for row in matrix]
-    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, label="part of the true class", shrink=0.8)
-    for i, row in enumerate(matrix if len(labels) <= MAX_NUMBERED else []):
-        for j, count in enumerate(row):
-            color = "white" if parts[i][j] > 0.5 else "black"
-            axes.text(j, i, str(count), ha="center", va="center", fontsize=9, color=color)
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", font=font)
-    axes.set_yticks(range(len(names)), names, font=font)
-    axes.set(xlabel=f"predicted{hint}", ylabel=f"true{hint}")
-    axes.set_title(f"{report['title']}\naccuracy {report['accuracy']:.4f} of {report['num_samples']}", fontsize=10)
-    figure.savefig(path, dpi=130)
+    num_columns = max(1, int(size * 12) // max(map(len, legend), default=1))  # about 12 characters an inch
+    height = size + 0.2 * math.ceil(len(legend) / num_columns)
+    font = FontProperties(fname=file)
+    # A name is shown as it is: it is no formula that begins with $, nor TeX, even if matplotlibrc asks for that.
+    with rc_context({"text.parse_math": False, "text.usetex": False}):
+        figure = Figure(figsize=(size + 1.0, height), layout="constrained")
+        axes = figure.subplots()
+        parts = [[count / max(sum(row), 1) for count in row] for row in matrix]
+        image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
+        figure.colorbar(image, label="part of the true class", shrink=0.8)
+        for i, row in enumerate(matrix if len(labels) <= MAX_NUMBERED else []):
+            for j, count in enumerate(row):
+                color = "white" if parts[i][j] > 0.5 else "black"
+                axes.text(j, i, str(count), ha="center", va="center", fontsize=9, color=color)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", font=font)
+        axes.set_yticks(range(len(names)), names, font=font)
+        axes.set(xlabel="predicted", ylabel="true")
+        axes.set_title(_drawable(title, characters), font=font, fontsize=10)
+        if legend:
+            blanks, no_marks = [Line2D([], []) for _ in legend], {"handlelength": 0, "handletextpad": 0}
+            figure.legend(blanks, legend, loc="outside lower center", ncols=num_columns, prop=font, **no_marks)
+        figure.savefig(path, dpi=130, format="png")
 
 
-def _find_font(text: str) -> Path | None:
-    """The file of an installed font that has every character of the text, matplotlib's own first."""
+def shorten(label: str) -> str:
+    """A name that leaves room for the matrix."""
+    return label if len(label) <= MAX_NAME else f"{label[: MAX_NAME - 3]}..."
+
+
+def _legend(labels: Sequence[str], characters: Container[int], text_file: str) -> list[str]:
+    """What the numbers on the axes stand for: `number = name` where the name can be drawn; and where the others are."""
+    is_short = len(labels) <= MAX_NUMBERED
+    known = [f"{i} = {label}" for i, label in enumerate(labels) if is_short and _has(characters, label)]
+    others = _drawable(f"{'other ' if known else ''}names: see {text_file}", characters)
+    return [*known, others] if len(known) < len(labels) else known
+
+
+def _drawable(text: str, characters: Container[int]) -> str:
+    return "".join(char if char == "\n" or ord(char) in characters else "?" for char in text)
+
+
+def _has(characters: Container[int], text: str) -> bool:
+    return all(ord(char) in characters for char in text)
+
+
+def _find_font(names: Sequence[str]) -> tuple[str, Container[int]]:
+    """The file of an installed font that has all characters of most of the names, and the characters that it has.
+
+    Of equal ones it is the first, and matplotlib's own comes before all.
+    """
     from matplotlib import font_manager
 
     own = font_manager.findfont("DejaVu Sans")
+    best: tuple[int, str, Container[int]] = (-1, own, ())
     installed = sorted(font.fname for font in font_manager.fontManager.ttflist)
     for file in dict.fromkeys([own, *(name for name in installed if "LastResort" not in name)]):  # that one has boxes
         try:
-            characters = font_manager.get_font(file).get_charmap()
+            font = font_manager.get_font(file)
         except (OSError, RuntimeError):
             continue  # not a font that it can read
-        if all(ord(char) in characters for char in text):
-            return Path(file)
-    return None
+        if not font.scalable:  # bitmaps, as of colored emoji: not one that it can draw with
+            continue
+        characters = font.get_charmap()
+        num_names = sum(_has(characters, name) for name in names)
+        if num_names > best[0]:
+            best = num_names, file, characters
+        if num_names == len(names):
+            break
+    return best[1:]
