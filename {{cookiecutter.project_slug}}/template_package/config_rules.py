@@ -54,7 +54,7 @@ def _at_least(lowest: int) -> Rule:
     return Rule(f"at least {lowest}", lambda value: value >= lowest, f"{lowest} or more")
 
 
-def _within(lowest: int, highest: int) -> Rule:
+def _within(lowest: float, highest: int) -> Rule:
     return Rule(f"from {lowest} to {highest}", lambda value: lowest <= value <= highest, f"{lowest} or more")
 
 
@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "launch.start_method": _one_of("auto", "spawn", "forkserver"),
     "launch.min_free_memory_gib": _at_least(0),
     "launch.wait_minutes": _within(0, _YEAR_IN_MINUTES),
-    "launch.timeout_minutes": _above_zero(_YEAR_IN_MINUTES),
+    "launch.timeout_minutes": _within(0.02, _YEAR_IN_MINUTES),  # in less, ranks may not even connect
     "ddp.gradient_compression": _one_of("none", "fp16", "bf16"),
     "deepspeed.zero_stage": _within(0, 3),
     "loader.num_workers": _auto_or(_within(0, 256)),

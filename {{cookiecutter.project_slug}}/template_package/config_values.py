@@ -15,6 +15,7 @@ from .validation import ConfigError, one_line
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # YAML 1.1, as PyYAML
 _NULLS = ("null", "~", "")
+_MAX_DEPTH = 30  # OmegaConf meets Python's limit of recursion at 80 levels, or sooner if many functions call it
 _WORDS = {bool: ("true or false", "true"), int: ("an integer (64 bits)", "3"), float: ("a finite number", "0.1")}
 
 
@@ -46,6 +47,8 @@ def read_value(node: yaml.Node, kind: Any, key: str, root: type) -> Any:
 
     key: the dotted key, "" for the whole file. root: the dataclass of the whole file, for "did you mean".
     """
+    if key.count(".") + key.count("[") > _MAX_DEPTH:
+        raise ConfigError(f"{one_line(key)}: brackets or sections are nested too deep. Take some levels out.")
     kinds = _alternatives(kind)
     if isinstance(node, TypedText):
         node = _parse_typed(node.value, kinds, key)

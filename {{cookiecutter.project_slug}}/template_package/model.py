@@ -28,10 +28,10 @@ class ModelConfig:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes={self.num_classes}: must be at least 2. Set 10 for digits.")
-        if self.channels < 4 or self.channels % 4:
-            raise ValueError(f"channels={self.channels}: must be a multiple of 4. Set 32, for example.")
+        if not 2 <= self.num_classes <= 100_000:
+            raise ValueError(f"num_classes={self.num_classes}: must be from 2 to 100000. Set 10 for digits.")
+        if not 4 <= self.channels <= 4096 or self.channels % 4:
+            raise ValueError(f"channels={self.channels}: must be a multiple of 4, at most 4096. Set 32, for example.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be from 0 to below 1. Set 0.1, for example.")
 

@@ -85,6 +85,7 @@ def test_every_rule_refuses_something_and_following_its_remedy_helps(path: Path)
     [
         ("training.epochs=0", "training.epochs=0: must be at least 1. Set training.epochs=1 or more."),
         ("training.epochs=1.5", "must be an integer"),
+        ("launch.timeout_minutes=1e-5", "must be from 0.02 to 525600. Set launch.timeout_minutes=0.02 or more."),
         ("training.epochs=99999999999999999999", "must be an integer"),
         ("training.epochs=", "must be an integer"),
         ("training.epochs=[3]", "must be an integer"),

@@ -1,5 +1,6 @@
 """How text becomes values: fields of every type that a DataConfig may have; files that are broken or hostile."""
 
+import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 from template_package.config import load_config
 from template_package.config_loading import load, to_plain
 from template_package.validation import ConfigError
+
+from conftest import Project
 
 TEXTS = [*"1e3 yes null 0x10 010 1:30 1.0 2026-01-01 true a,b ~/data 試験".split(), "é x", "# [a]: {b}"]
 
@@ -153,6 +156,8 @@ def test_values_that_the_users_own_sections_refuse_are_one_line(words: list[str]
         ("name: a\n\tseed: 1", "line 2"),
         ("{name: a", "line 1"),
         ("[" * 5000, "nested too deep"),
+        ("device_ids: " + "[" * 81 + "]" * 81, "device_ids[0][0][0]"),
+        ("deepspeed: {extra: " + "{a: " * 200 + "1" + "}" * 201, "nested too deep. Take some levels out."),
         ("name: '${oc.env:HOME}'", "is not replaced"),
         ('name: "\\ud800"', "holds a character"),
         ("name: [a]", "must be text"),
@@ -169,6 +174,30 @@ def test_a_file_that_is_broken_or_hostile_is_refused_in_one_line(text: str | byt
     with pytest.raises(ConfigError) as refusal:
         load_config(path)
     assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+
+
+def test_brackets_on_the_command_line_are_refused_or_read_however_deep(path: Path) -> None:
+    for depth in (27, 31, 60, 81, 150, 400, 5000):
+        words = [f"deepspeed.extra.a={'[' * depth}{']' * depth}", f"deepspeed.extra{'.a' * depth}=1"]
+        for word in words[: 1 + (depth < 1000)]:
+            if depth < 30:
+                load_config(path, [word])
+                continue
+            with pytest.raises(ConfigError, match="nested too deep") as refusal:
+                load_config(path, [word])
+            assert str(refusal.value).isprintable() and len(str(refusal.value)) < 200
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_config_that_one_waits_for(project: Project) -> None:
+    (project.folder / "config.yaml").unlink()
+    os.mkfifo(project.folder / "config.yaml")
+    with project.start("name=a") as process:
+        try:
+            _, errors = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert process.returncode == 2 and "config.yaml: there is no such file" in errors
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

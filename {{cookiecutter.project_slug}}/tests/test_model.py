@@ -97,7 +97,17 @@ def test_accuracy_counts_over_batches_of_unequal_size() -> None:
     assert {name: value.item() for name, value in metrics.compute().items()} == {"accuracy": 0.75}
 
 
-@pytest.mark.parametrize("wrong", [{"num_classes": 1}, {"channels": 6}, {"channels": 0}, {"dropout": 1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_classes": 1},
+        {"num_classes": 2**63 - 1},
+        {"channels": 6},
+        {"channels": 0},
+        {"channels": 10**12},
+        {"dropout": 1.0},
+    ],
+)
 def test_impossible_values_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ModelConfig(**wrong)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def main(config: Config) -> int:
     FOLDER.mkdir()
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(to_dict(_small(config)), allow_unicode=True), encoding="utf-8")
     try:
-        for warning in loose_tensors(user_model.build_model(config.model)):
+        for warning in loose_parts(user_model.build_model(config.model)):
             print(f"warning: {warning}")
         num_samples = _train_resume_evaluate()
     except SmokeError as error:
@@ -61,20 +61,42 @@ def main(config: Config) -> int:
     return 0
 
 
-def loose_tensors(model: nn.Module) -> Iterator[str]:
-    """A warning for each tensor that the model holds outside parameters and buffers: model.to(device) leaves it
-    behind.
+def loose_parts(model: nn.Module) -> Iterator[str]:
+    """A warning for each attribute that holds, in lists or dicts if need be, what PyTorch does not find there: tensors,
+    which model.to(device) leaves behind, and modules, whose weights are not even trained.
     """
+    known = {id(part) for part in (*model.parameters(), *model.buffers(), *model.modules())}
+    internal = vars(nn.Module()).keys()
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            held = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
-            if not key.startswith("_") and any(isinstance(item, Tensor) for item in held):
-                dotted = f"{name}.{key}".removeprefix(".")
+            if key in internal or isinstance(value, nn.Module):  # one in __dict__ has been hidden on purpose
+                continue
+            held = [part for part in _held(value) if id(part) not in known]
+            place = f"model.{name}.{key}" if name else f"model.{key}"
+            if any(isinstance(part, Tensor) for part in held):
                 yield (
-                    f"model.{dotted} is a tensor outside parameters and buffers: it stays on the CPU when the "
-                    "model moves to a GPU. "
+                    f"{place} {'is' if isinstance(value, Tensor) else 'holds'} a tensor outside parameters and "
+                    "buffers: it stays on the CPU when the model moves to a GPU. "
                     f'Use self.register_buffer("{key}", ...), with persistent=False if checkpoints need not hold it.'
                 )
+            if kinds := sorted({type(part).__name__ for part in held if isinstance(part, nn.Module)}):
+                yield (
+                    f"{place} holds modules that the model does not know ({', '.join(kinds)}): their weights are not "
+                    "trained, not saved and not moved to a GPU. Make it an nn.ModuleList or an nn.ModuleDict."
+                )
+
+
+def _held(value: Any) -> list[Any]:
+    """The tensors and modules that are this value or stand in it, however deep its lists, tuples, sets and dicts."""
+    parts, waiting, seen = [], [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor | nn.Module):
+            parts.append(item)
+        elif isinstance(item, list | tuple | set | frozenset | dict) and id(item) not in seen:
+            seen.add(id(item))  # a list may hold itself
+            waiting += item.values() if isinstance(item, dict) else item
+    return parts
 
 
 def _small(config: Config) -> Config:

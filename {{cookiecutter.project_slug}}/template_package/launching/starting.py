@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -64,6 +65,13 @@ def die_with_pipe(descriptor: int) -> None:
         threading.Thread(target=lambda: wait([descriptor]) and os._exit(1), daemon=True).start()
 
 
+def escape_output() -> None:
+    """Print characters that the encoding of stdout lacks as \\u…, here and in all processes that this one starts."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+        os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"
+
+
 def warm_up(words: Sequence[str], config_path: Path) -> None:
     """Start the fork server, if these words and this config look like several ranks: it imports what is slow, once for
     all of them, while this process reads the config. A wrong guess costs time alone.
@@ -76,7 +84,8 @@ def warm_up(words: Sequence[str], config_path: Path) -> None:
     multiprocessing.set_forkserver_preload(list(modules))
     text = ""
     with suppress(OSError):  # told by who reads it for good
-        text = config_path.read_text(encoding="utf-8", errors="replace")
+        if config_path.is_file():  # to open a pipe may take for ever
+            text = config_path.read_text(encoding="utf-8", errors="replace")
     text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
     device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
