@@ -12,7 +12,7 @@ from conftest import Project
     ("word", "reason", "sample"),
     [
         ("data.failing_index=50", "cannot read the file of sample 50", "while reading sample 50 of Numbers"),
-        ("data.odd_index=50", "RuntimeError: ", "in a micro-batch of the samples ["),
+        ("data.odd_index=50", "RuntimeError: ", "sample 50 is (float32 (5,), float32 (2,), "),
         ("data.num_missing=3", "there is no sample 10", "while reading sample 10"),
     ],
 )

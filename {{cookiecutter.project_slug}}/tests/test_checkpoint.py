@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -13,24 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from template_package.training.checkpoint import (
-    CheckpointFolder,
-    export_weights,
-    load_checkpoint,
-    load_initial_weights,
-    write_whole,
-)
+from template_package.training.checkpoint import KEYS, CheckpointFolder, load_checkpoint, write_whole
 from template_package.training.checksum import checksum
 from template_package.training.random_state import (
     get_random_states,
     seed_generators,
     set_random_states,
 )
+from template_package.training.weights import _save_model, export_weights, load_initial_weights
 from template_package.validation import ConfigError
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"format_version": 1, "step": step, "model": {"weight": torch.full((2,), float(step))}}
+    others = dict.fromkeys(KEYS, None)
+    return {**others, "format_version": 1, "step": step, "model": {"weight": torch.full((2,), float(step))}}
 
 
 def test_last_and_best_are_kept(tmp_path: Path) -> None:
@@ -61,6 +58,21 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_whole(path, fail)
     assert load_checkpoint(path)["step"] == 1
     assert CheckpointFolder(tmp_path, None).steps() == []
+
+
+def test_disk_that_stumbles_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def write(beside: Path) -> None:
+        if len(pauses) < 2:
+            raise OSError(errno.EIO, "the disk stumbles")
+        beside.write_bytes(b"whole")
+
+    write_whole(tmp_path / "file", write)
+    assert pauses == [1.0, 2.0] and (tmp_path / "file").read_bytes() == b"whole"
+    with pytest.raises(FileNotFoundError):  # safetensors' own error is none of the system's, by which a disk is told
+        _save_model(nn.Linear(1, 1), tmp_path / "gone" / "model.safetensors")
 
 
 def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
@@ -124,7 +136,20 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
     torch.save({"format_version": 99}, tmp_path / "newer.pt")
     (tmp_path / "empty.pt").touch()
     (tmp_path / "half.pt").write_bytes(b"half a file")
-    problems = {"newer": "format_version 99", "empty": "cannot be read", "half": "cannot be read", "none": "not exist"}
+    (tmp_path / "folder.pt").mkdir()
+    loop: list[Any] = []
+    loop.append(loop)
+    hostile = {"sparse": torch.eye(2).to_sparse(), "endless": loop, "huge": torch.zeros(1).expand(10**13)}
+    for name, value in hostile.items():
+        torch.save({**state(1), "best": value}, tmp_path / f"{name}.pt")
+    torch.save({**state(1), "format_version": torch.ones(2)}, tmp_path / "tensor.pt")
+    content = {"format_version": 1}
+    torch.save({**content, "checksum": checksum(content)}, tmp_path / "bare.pt")
+    problems = {
+        "newer": "format_version 99", "empty": "cannot be read", "half": "cannot be read", "none": "not exist",
+        "folder": "is no file", "tensor": "format_version", "bare": "holds no best, config, early_stopping",
+        **dict.fromkeys(hostile, "cannot be read"),
+    }  # fmt: skip
     for name, words in problems.items():
         with pytest.raises(ConfigError, match=words) as caught:
             load_checkpoint(tmp_path / f"{name}.pt")
@@ -147,6 +172,22 @@ def test_initial_weights_of_anyone(tmp_path: Path, name: str) -> None:
         save_file(weights, tmp_path / name)
     load_initial_weights(model, tmp_path / name)
     assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
+
+
+def test_initial_weights_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
+    model, weights = nn.Linear(3, 2), nn.Linear(3, 2).state_dict()
+    contents: dict[str, Any] = {
+        "number": {**weights, 0: torch.zeros(1)},
+        "sparse": {**weights, "bias": torch.eye(2).to_sparse()},
+        "nowhere": {**weights, "bias": torch.empty(2, device="meta")},
+        "names": {**weights, "a\x1b[2J\nb": torch.zeros(1), **{f"x{i}": torch.zeros(1) for i in range(3000)}},
+    }
+    for name, content in contents.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+        with pytest.raises(ConfigError) as caught:
+            load_initial_weights(model, tmp_path / f"{name}.pt")
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+    assert "and 2981 more" in str(caught.value)
 
 
 def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from template_package.launching.distributed import RankContext
 from template_package.validation import ConfigError
 
 from conftest import Project
+from test_resuming import RANDOM, assert_equal
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
@@ -95,6 +97,33 @@ def test_every_stage_computes_what_ddp_computes(project: Project) -> None:
     assert sum(line["gradient_norm"] > MAX_NORM for line in project.lines("3-fp32")) >= 3, "clipping must matter"
 
 
+FROZEN_GROUP = """
+def build_optimizer(model, config):
+    groups = [{"params": model[number].parameters(), "weight_decay": 0.1 * number} for number in (0, 3, 5)]
+    return torch.optim.AdamW(groups, lr=config.learning_rate)
+
+
+def rank()"""
+
+
+def test_group_that_trains_nothing_goes_in_and_out_of_checkpoints(project: Project) -> None:
+    project.edit("model.py", "def rank()", FROZEN_GROUP.lstrip())
+    project.edit("model.py", "model.config, model", "model[0].requires_grad_(False)\n    model.config, model")
+    more = ["schedule.name=constant", "checkpoint.every_steps=2", "training.max_steps=3"]
+    cases = {str(stage): [*words(stage), *more] for stage in (None, 0, 1, 3)}
+    for reader, writer in ((1, None), (3, 1), (None, 3)):
+        path = project.directory(str(writer)) / "checkpoints" / "step_00000002.pt"
+        cases[f"{reader}-from-{writer}"] = [*words(reader), *more, f"checkpoint.resume={path}"]
+    project.run_many(cases)
+    expected = project.checkpoint("None", 3)
+    assert len(expected["optimizer"]["state"]) == 4
+    for name in cases:
+        state = project.checkpoint(name, 3)
+        torch.testing.assert_close(state["model"], expected["model"], rtol=SAME["fp32"], atol=SAME["fp32"])
+        assert state["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys(), name
+        assert state["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"], name
+
+
 def test_checkpoints_pass_from_stage_to_stage_on_uneven_ranks(project: Project) -> None:
     # Three ranks: no weight divides by three, and of two samples the third rank has none.
     chain = [None, 1, 3, 2, 0, 3, None]
@@ -130,6 +159,14 @@ def test_one_rank_needs_no_launcher_and_compiles_nothing(project: Project, tmp_p
     assert_same(project, "run", "plain")
 
 
+def test_stage_3_resumes_exactly(project: Project) -> None:
+    more = [*words(3), *RANDOM, "checkpoint.every_steps=4"]
+    path = project.directory("run") / "checkpoints" / "step_00000004.pt"
+    project.run_many({"run": more, "resumed": [*more, f"checkpoint.resume={path}"]})
+    assert project.lines("resumed") == project.lines("run")[4:]
+    assert_equal(project.checkpoint("resumed", 7), project.checkpoint("run", 7))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -147,6 +184,11 @@ def test_its_launcher_starts_the_same_run(project: Project) -> None:
 def test_parameter_without_gradient_is_named(project: Project) -> None:
     output = project.run(*words(2), "model.has_unused_parameter=true", code=2)
     assert "unused got no gradient" in output and "Traceback" not in output
+    more = ["model.fault=skip_later", "training.micro_batch_size=8"]  # on one rank of two
+    for stage in (0, 1, 2, 3):
+        output = project.run(*words(stage), *more, f"name={stage}", code=2)
+        assert "0.bias, 0.weight, 3.bias, 3.weight, 5.weight got no gradient in this step" in output, output
+        assert len(project.lines(str(stage))) == 3 and "Traceback" not in output, "and the fourth step has no line"
 
 
 def test_gradient_that_is_no_number_ends_the_run(project: Project) -> None:
@@ -179,6 +221,14 @@ def test_models_that_it_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) 
         strategy_of(monkeypatch, 0).prepare(double, build)
     with pytest.raises(ConfigError, match=r"training.compile=true.*deepspeed.zero_stage=2"):
         strategy_of(monkeypatch, 3, compile=True).prepare(nn.Linear(2, 2), build)
+
+
+def test_mpirun_may_number_ranks_otherwise_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")  # with device_ids=1,0, say
+    strategy = strategy_of(monkeypatch, 1)
+    assert os.environ["LOCAL_RANK"] == "0"
+    strategy.prepare(nn.Linear(2, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -138,3 +140,22 @@ def test_other_data_than_the_runs_is_told(project: Project) -> None:
 def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
     output = project.run("evaluation.metric=absolute_error", "evaluation.mode=max", code=2)
     assert output.startswith("error: evaluation.mode=max") and "Set evaluation.mode=min" in output
+
+
+def test_memory_that_runs_out_in_evaluation_halves_what_is_evaluated_at_once(project: Project) -> None:
+    project.run("device_ids=cpu,cpu")
+    output = project.run("name=small", "device_ids=cpu,cpu", "model.fault=memory_in_evaluation", "model.fault_rank=0")
+    assert "rank 0: out of memory in evaluation with 18 samples, trying 9" in output and "trying 5" in output
+    expected, found = project.lines("run", "validation"), project.lines("small", "validation")
+    assert [line["step"] for line in found] == [7, 14, 21]
+    for line, former in zip(found, expected, strict=True):
+        # Sums of float32 means over other micro-batches; one sample twice or never would show in the third digit.
+        assert line["loss"] == pytest.approx(former["loss"], rel=1e-6) and line["num_samples"] == 37
+        assert line["absolute_error"] == pytest.approx(former["absolute_error"], rel=1e-6)
+
+
+def test_checkpoint_is_named_by_any_path(project: Project) -> None:
+    project.run("training.epochs=1")
+    shutil.copy(project.directory("run") / "checkpoints" / "best.pt", project.folder / "copy.pt")
+    project.run("evaluate", "evaluation.checkpoint=copy.pt")
+    assert project.json("run", "evaluation.json")["loss"] == project.lines("run", "validation")[-1]["loss"]

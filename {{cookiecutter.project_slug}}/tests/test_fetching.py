@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from template_package.training.fetching import move
+from template_package.training.transfer import move
 
 
 class Encoding(UserDict[str, Any]):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from template_package.config import FsdpConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
 from template_package.strategies.fsdp import FullyShardedStrategy
+from template_package.strategies.sharding import building
 from template_package.validation import ConfigError
 
 from conftest import Project
@@ -26,8 +28,9 @@ SAME = 1e-5  # seven steps of sums in another order
 
 
 @pytest.fixture
-def context() -> Iterator[RankContext]:
+def context(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankContext]:
     """Rank 1 of 3, with collectives that do nothing."""
+    monkeypatch.setattr(building, "broadcast_object", lambda value: value)
     if dist.is_initialized():  # DeepSpeed's tests leave theirs in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -69,6 +72,39 @@ def test_other_ranks_build_without_memory_and_hold_a_part_of_each_weight(context
     assert not any(parameter.is_meta for parameter in nn.Linear(2, 2).parameters()), "other modules are as ever"
     units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
     assert units == ["", "layers.0", "layers.1"]
+
+
+class Shuffled(Model):
+    def __init__(self, initialize: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        initialize(self.head.weight[:, :3])
+        self.order, self.mask = torch.randperm(8).tolist(), {"of": (torch.rand(5) < 0.5, "no")}
+        self.norm.drawn = torch.rand(3, dtype=torch.bfloat16)
+        self.rank = int(self.head.weight.is_meta)  # as if it were asked for
+        self.place, self.is_main, self.started_at = f"cuda:{self.rank}", self.rank == 0, 1.0 + self.rank
+
+
+def test_what_is_random_beside_the_weights_is_equal_or_named(
+    context: RankContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for initialize in (nn.init.xavier_normal_, nn.init.trunc_normal_):
+        sent: list[Any] = []
+        monkeypatch.setattr(building, "broadcast_object", lambda value, sent=sent: sent.append(value) or sent[0])
+        torch.manual_seed(3)
+        there: Any = strategy_of(replace(context, rank=0)).build(partial(Shuffled, initialize))
+        torch.manual_seed(3)
+        if initialize is nn.init.trunc_normal_:
+            with pytest.raises(ConfigError, match=r"^strategy=fsdp: order in model.py is not the same on every rank"):
+                strategy_of(context).build(partial(Shuffled, initialize))
+            continue
+        here: Any = strategy_of(context).build(partial(Shuffled, initialize))
+        assert here.head.weight.is_meta and not there.head.weight.is_meta
+        assert here.order == there.order and torch.equal(here.mask["of"][0], there.mask["of"][0])
+        assert {"order", "mask", "rates", "norm.drawn"} <= sent[1][1].keys() and not {"rank", "place"} & sent[1][
+            1
+        ].keys()
+        unlike = {name for name in sent[1][1] if sent[0][1][name] != sent[1][1][name]}
+        assert unlike == {"started_at"}, "which is not refused, since the same numbers were drawn"
 
 
 def test_scalar_parameter_is_refused(context: RankContext) -> None:
@@ -115,6 +151,75 @@ def test_options_compute_what_ddp_computes(project: Project) -> None:
     assert skipped[0] == skipped[1] > 0
 
 
+TRANSFORMER = """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.factor = nn.Linear(16, 16), nn.Parameter(torch.full((16,), 0.3))
+
+    def forward(self, values):
+        return self.inner(values) * self.factor
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layers = nn.Sequential(nn.GroupNorm(2, 6), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.scaled = Scaled()
+
+    def forward(self, values):
+        normed = self.norm(values)
+        values = values + self.attention(normed, normed, normed, need_weights=False)[0]
+        return values + self.scaled(self.layers(values))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(8, 16), nn.Parameter(0.1 * torch.randn(6, 16))
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.convolution, self.norm, self.head = nn.Conv1d(16, 16, 3), nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, inputs):
+        values = self.tokens((2 * inputs).long().clamp(-4, 3) + 4) + self.places
+        for block in self.blocks:
+            values = block(values)
+        values = self.convolution(values.transpose(1, 2)).float().mean(2)
+        return self.head(self.norm(values))
+
+
+def build_model("""
+"""Of its modules autocast computes some in 16 bits, and the others in the type of their weights."""
+
+
+def test_precision_of_each_operation_is_that_of_ddp(project: Project) -> None:
+    project.edit("model.py", "def build_model(", TRANSFORMER.lstrip())
+    project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
+    options = {
+        "bf16": ["training.precision=bf16"],
+        "fp16": ["training.precision=fp16"],
+        "gathered": ["training.precision=bf16", "fsdp.reshard_after_forward=false"],
+        "again": ["training.precision=bf16", "training.activation_checkpointing=true"],
+    }
+    words = [*WORDS, "checkpoint.every_steps=4", "training.max_gradient_norm=null"]
+    cases = {f"{s}-{name}": [f"strategy={s}", *words, *options[name]] for s in ("ddp", "fsdp") for name in options}
+    del cases["ddp-gathered"]
+    project.run_many(cases)
+    for name in options:
+        reference = f"ddp-{name}" if f"ddp-{name}" in cases else "ddp-bf16"
+        # On CPU torch evaluates attention with whole weights in another kernel, which rounds elsewhere.
+        for split, count, tolerance in (("train", 7, SAME), ("validation", 1, 1e-3)):
+            losses, expected = ([x["loss"] for x in project.lines(of, split)] for of in (f"fsdp-{name}", reference))
+            assert losses == pytest.approx(expected, rel=tolerance) and len(losses) == count, name
+        state, other = (project.checkpoint(of, 7)["model"] for of in (f"fsdp-{name}", reference))
+        torch.testing.assert_close(state, other, rtol=SAME, atol=SAME)
+    project.rewind("fsdp-bf16", 4, "resumed")
+    project.run("name=resumed", *cases["fsdp-bf16"])
+    assert project.lines("resumed") == project.lines("fsdp-bf16")
+    assert_equal(project.checkpoint("resumed", 7), project.checkpoint("fsdp-bf16", 7))
+
+
 def test_rank_without_a_part_of_a_weight_computes_all_the_same(project: Project) -> None:
     words = ["device_ids=cpu,cpu,cpu", *WORDS[1:], "checkpoint.every_steps=4"]  # the last weight has two rows
     project.run_many({"ddp": words, "fsdp": ["strategy=fsdp", *words]})
@@ -143,6 +248,12 @@ def test_what_it_cannot_do_is_refused(project: Project) -> None:
     for message, words in cases.items():
         output = project.run("strategy=fsdp", *words, code=2)
         assert message in output and "Traceback" not in output
+    old = "model.config, model"
+    project.edit(
+        "model.py", old, f"nn.init.orthogonal_(model[3].weight)\n    model.order = torch.randperm(9)\n    {old}"
+    )
+    output = project.run("strategy=fsdp", "device_ids=cpu,cpu", code=2)
+    assert "order in model.py is not the same on every rank" in output and output.count("\n") == 1, output
 
 
 def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(project: Project) -> None:

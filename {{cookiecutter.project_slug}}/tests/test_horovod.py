@@ -76,6 +76,13 @@ def test_what_it_cannot_do_is_refused(project: Project, word: str, message: str)
 
 
 @is_needed
+def test_gradient_that_a_later_step_lacks_is_named(project: Project) -> None:
+    output = project.run(*WORDS, "model.fault=skip_later", "training.micro_batch_size=8", code=2)
+    assert "0.weight, 0.bias, 3.weight, 3.bias, 5.weight got no gradient in this step" in output
+    assert len(project.lines("run")) == 3 and "Traceback" not in output
+
+
+@is_needed
 def test_a_killed_rank_ends_the_run(project: Project) -> None:
     output = project.run(*WORDS, "model.fault=kill", code=1)
     assert "rank 1" in output and "SIGKILL" in output

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from template_package.config import LoaderConfig
 from template_package.launching.distributed import RankContext
@@ -47,6 +48,7 @@ def steps(
     workers: int = 0,
     dataset: Any = None,
     micro: int = 3,
+    collate: Any = None,
 ) -> list[list[MicroBatch]]:
     loader = TrainLoader(
         dataset or Squares(),
@@ -55,6 +57,7 @@ def steps(
         seed=5,
         global_batch_size=7,
         micro_batch_size=micro,
+        collate=collate,
     )
     loader.start(0, position)
     taken = [list(loader.next_step()) for _ in range(num_steps)]
@@ -227,3 +230,29 @@ def test_item_that_cannot_be_read_is_named() -> None:
     with pytest.raises(OSError, match="no such file") as caught:
         steps(0, 1, num_steps=1, dataset=Broken())
     assert "while reading sample" in caught.value.__notes__[0]
+
+
+def noisy(items: list[Any]) -> Any:
+    return torch.tensor([index for index, _ in items]), torch.rand(())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_collate_draws_in_a_worker_depends_on_the_batch_alone(workers: int) -> None:
+    def drawn(rank: int, num_steps: int, position: int = 0) -> list[float]:
+        found = steps(rank, 2, num_steps=num_steps, position=position, workers=workers, collate=noisy)
+        return [float(micro.batch[1]) for step in found for micro in step]
+
+    full = drawn(0, 5)
+    assert drawn(0, 3, position=14) == full[-len(drawn(0, 3, position=14)) :], "as after a resume"
+    assert len(set(full + drawn(1, 5))) == len(full) + len(drawn(1, 5)), "each its own"
+
+
+def test_first_read_is_the_largest_of_its_step_and_its_indices_are_not_searched_for_tensors() -> None:
+    loader = TrainLoader(
+        Squares(), LoaderConfig(num_workers=0), RankContext(), seed=5, global_batch_size=23, micro_batch_size=12
+    )
+    loader.start(0, 0)
+    assert [len(micro.request.indices) for micro in loader.next_step()] == [11, 12]
+    request = loader.read_first(0, 0).request
+    assert len(request.indices) == 12
+    assert pin_memory(MicroBatch(None, request)).request is request  # type: ignore[no-untyped-call]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from template_package.config import TrainingConfig
+from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
+from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.strategies.numerics import resolve_precision
+from template_package.training.finite import FiniteCheck, NonFiniteError
+from template_package.training.loader import TrainLoader
 from template_package.validation import ConfigError
 
 from conftest import Project
@@ -148,6 +153,8 @@ def test_flipped_bit_is_named(project: Project) -> None:
     output = project.run(*words, "training.check_replicas_every_steps=2", code=1)
     assert "'3.weight' differs between ranks" in output and "after step 4" in output
     assert output.count("Traceback") == 1
+    first = project.run("name=first", *words, "model.fault_step=1", code=1)  # without the key once, in every run
+    assert "'3.weight' differs between ranks" in first and "after step 1" in first
 
 
 def test_sample_that_is_no_number_stops_all_ranks_and_is_listed(project: Project) -> None:
@@ -160,6 +167,28 @@ def test_sample_that_is_no_number_stops_all_ranks_and_is_listed(project: Project
     for checkpoint in (project.directory("run") / "checkpoints").glob("*.pt"):
         state = torch.load(checkpoint, weights_only=True)
         assert state["step"] < found["step"] and all(weight.isfinite().all() for weight in state["model"].values())
+
+
+def test_flag_on_a_device_names_the_first_step_and_its_samples(tmp_path: Path) -> None:
+    data = TensorDataset(torch.arange(10.0))
+    loader = TrainLoader(data, LoaderConfig(), RankContext(), seed=1, global_batch_size=4, micro_batch_size=4)
+    check = FiniteCheck(RankContext(), loader, tmp_path, 1.0)
+    check._is_cpu = False  # as on a GPU, where only some steps look at the flag
+    for step, loss in enumerate([1.0, float("inf"), float("nan"), 1.0], start=1):
+        check.look(torch.tensor(loss), step)
+    with pytest.raises(NonFiniteError, match="the loss of step 2,"):
+        check.raise_if_found()
+    found = json.loads((tmp_path / "non_finite_rank_0.json").read_text(encoding="utf-8"))
+    assert found["indices"] == loader.indices_of_step(2) and len(found["indices"]) == 4
+
+
+def test_what_is_compared_between_replicas_includes_buffers_that_no_checkpoint_holds() -> None:
+    strategy = DistributedDataParallelStrategy(TrainingConfig(), RankContext(), DdpConfig())
+    strategy.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy.module.register_buffer("codebook", torch.zeros(3), persistent=False)
+    assert set(strategy.replicas(with_buffers=True)) == {
+        "0.weight", "0.bias", "1.weight", "1.bias", "codebook"
+    }  # fmt: skip
 
 
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
@@ -203,3 +232,13 @@ def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
     state = project.checkpoint("run", 7)["optimizer"]
     assert [group["lr"] for group in state["param_groups"]] == [0.005, 0.01]
     assert "square_avg" in state["state"]["0.weight"]
+
+
+def test_several_optimizers_are_refused(project: Project) -> None:
+    own = (
+        "def build_optimizer(model: nn.Module, config: Any) -> Any:\n"
+        "    return [torch.optim.SGD(model.parameters(), lr=0.1)] * 2\n\n\n"
+    )
+    project.edit("model.py", "def rank()", own + "def rank()")
+    output = project.run(code=2)
+    assert "build_optimizer() in model.py returned a list: it must return one torch optimizer" in output

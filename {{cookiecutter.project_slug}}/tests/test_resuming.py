@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conftest import Project
 
@@ -44,7 +45,8 @@ def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) 
     assert project.lines("resumed", "validation") == project.lines("run", "validation")
     first, second = project.checkpoint("run", 21), project.checkpoint("resumed", 21)
     assert assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks  # weights, AdamW's state, random states
-    assert first["random_states"][0]["torch"].shape == second["random_states"][0]["torch"].shape
+    states = [state["torch"] for state in first["random_states"]]
+    assert len({state.numpy().tobytes() for state in states}) == num_ranks, "each rank draws its own"
 
 
 def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(project: Project) -> None:
@@ -123,3 +125,79 @@ def test_failure_of_one_rank_is_told_once_and_ends_all(project: Project) -> None
     assert "rank 1 (" in output and "ArithmeticError: the fault that the test asked for" in output
     assert "killed by SIGKILL" in project.run("name=killed", "device_ids=cpu,cpu", "model.fault=kill", code=1)
     assert time.monotonic() - started_at < 60
+
+
+def test_run_that_goes_on_is_not_complete_before_its_new_end(project: Project) -> None:
+    project.run()
+    process = project.start("training.epochs=9999", "checkpoint.every_epochs=9999")
+    deadline = time.monotonic() + 60
+    while len(project.lines("run")) < 30 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert not (project.directory("run") / "summary.json").exists(), "it told of the end at step 21"
+    (project.directory("run") / "summary.json").touch()  # as an older version, or a disk, may leave it
+    project.run("training.epochs=4")
+    assert project.json("run", "summary.json")["steps"] == 28
+
+
+def test_steps_of_another_batch_size_are_counted_anew(project: Project) -> None:
+    project.run("checkpoint.every_steps=1")  # 103 samples in 7 steps an epoch
+    source = project.directory("run") / "checkpoints" / "step_00000010.pt"
+    output = project.run("name=branch", f"checkpoint.resume={source}", "training.global_batch_size=32")
+    assert "resuming after step 5 of 12" in output and "its 10 steps are counted as 5" in output  # 4 steps an epoch
+    summary = project.json("branch", "summary.json")
+    assert (summary["epochs"], summary["steps"]) == (3, 12)
+    assert [line["step"] for line in project.lines("branch")] == list(range(6, 13))
+
+
+def test_best_checkpoint_is_the_runs_too_where_it_is_the_only_one(project: Project) -> None:
+    words = ("checkpoint.every_epochs=9", "evaluation.every_steps=5")
+    project.run(*words)
+    best = project.json("run", "summary.json")["best"]["step"]
+    project.rewind("run", 0, "resumed")
+    assert "checkpoint.resume=never" in project.run(*words, "name=resumed", "checkpoint.resume=never", code=2)
+    assert "learning_rate: 0.01 -> 1.0" in project.run(*words, "name=resumed", "optimizer.learning_rate=1", code=2)
+    if best == 21:  # nothing would be left to train
+        return
+    assert f"resuming after step {best}" in project.run(*words, "name=resumed")
+    assert_equal(project.checkpoint("run", 21), project.checkpoint("resumed", 21))
+
+
+def test_initial_weights_are_what_training_begins_with(project: Project) -> None:
+    project.run()
+    weights = f"checkpoint.initial_weights={project.directory('run') / 'model.safetensors'}"
+    still = ("optimizer.learning_rate=0", "optimizer.weight_decay=0", "training.max_steps=1")
+    project.run("name=second", weights, *still)
+    (line,) = project.lines("second", "validation")
+    assert line["loss"] == project.json("run", "summary.json")["best"]["loss"]
+
+
+def test_checkpoint_of_a_model_that_was_changed_since_is_refused(project: Project) -> None:
+    project.run("training.max_steps=2")
+    project.edit("model.py", "nn.Linear(16, 16)", "nn.Linear(16, 16, bias=False)")
+    output = project.run("training.max_steps=4", code=2)
+    assert "name=run: does not fit the model: unexpected: 3.bias" in output and "Traceback" not in output
+
+
+def test_damaged_best_checkpoint_costs_its_weights_alone(project: Project) -> None:
+    project.run()
+    best = project.directory("run") / "checkpoints" / "best.pt"
+    content = bytearray(best.read_bytes())
+    content[len(content) // 2] ^= 1
+    best.write_bytes(content)
+    (project.directory("run") / "summary.json").unlink()
+    output = project.run()
+    assert "best.pt is damaged" in output and "model.safetensors is made from another" in output
+    weights = load_file(project.directory("run") / "model.safetensors")
+    assert_equal(dict(weights), dict(project.checkpoint("run", 21)["model"]))
+
+
+def test_what_killed_processes_left_half_written_is_no_obstacle(project: Project) -> None:
+    project.run("training.max_steps=3")
+    left = [project.directory("run") / "checkpoints" / ".step_00000002.pt.tmp", project.directory("run") / ".tmpx8Yz1a"]
+    for path in (*left, project.directory("run") / "micro_batch_size_rank_0.txt"):
+        path.touch()
+    project.run()
+    assert not any(path.exists() for path in left)
+    assert project.json("run", "summary.json")["steps"] == 21

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from template_package.config import load_config
+from template_package.config import TrainingConfig, load_config
 from template_package.launching.distributed import RankContext
-from template_package.strategies import create_strategy
+from template_package.strategies import base, create_strategy
+from template_package.training.optimization import set_learning_rate
 from template_package.validation import ConfigError
 
 from conftest import PACKAGE, ROOT, Project, Session
@@ -184,6 +186,50 @@ def test_best_checkpoint_and_weights_are_whole(runs: Runs, strategy: str) -> Non
         assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
     lines = project.lines(name, "validation")
     assert best["step"] == min(lines, key=lambda line: line["loss"])["step"]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> None:
+    def create() -> base.Strategy:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(not is_frozen)
+        strategy = base.Strategy(TrainingConfig(), RankContext())
+        strategy.prepare(model, lambda _: torch.optim.AdamW([{"params": layer.parameters()} for layer in model]))
+        return strategy
+
+    first, second = create(), create()
+    set_learning_rate(first.optimizer, 0.1, 0.2)
+    first.backward(first.model(torch.ones(1, 2)).sum(), 1.0)
+    first.optimizer_step(None)
+    second.load_state_dict(first.state_dict())
+    assert_equal(second.state_dict(), first.state_dict())
+
+
+def test_recomputed_blocks_know_the_synchronized_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize(model: nn.Module, _: torch.device) -> nn.Module:  # ours would refuse the CPU
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        return converted
+
+    monkeypatch.setattr(base, "synchronize_batchnorm", synchronize)
+    config = replace(TrainingConfig(), sync_batchnorm=True, activation_checkpointing=True)
+    strategy = base.Strategy(config, RankContext(world_size=2))
+    strategy.prepare(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    block: Any = strategy.module[0]  # type: ignore[index]
+    (norm,) = block.forward.keywords["context_fn"].args[0]  # whose statistics the second forward leaves alone
+    assert isinstance(norm, nn.SyncBatchNorm) and norm is block[1]
+    alone = base.Strategy(config, RankContext())
+    alone.prepare(nn.Sequential(nn.Sequential(nn.BatchNorm1d(2))))
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in alone.module.modules()), "nothing to share"
+
+
+@pytest.mark.parametrize("strategy", [case for case in MARKED if case.values[0] in ("accelerate", "deepspeed")])
+def test_torchrun_starts_the_same_run(runs: Runs, strategy: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    more = [*words(strategy), "training.max_steps=2", "evaluation.every_epochs=null"]
+    runs.project.run(f"name={strategy}-torchrun", *more, command=torchrun)
+    runs.project.run(f"name={strategy}-own", *more)
+    lines = runs.project.lines(f"{strategy}-torchrun")
+    assert lines == runs.project.lines(f"{strategy}-own") and len(lines) == 2
 
 
 @pytest.mark.parametrize("library", ["accelerate", "deepspeed"])

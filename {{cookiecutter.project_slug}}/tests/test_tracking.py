@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from template_package.config import LoggingConfig
+from template_package.config import load_config
 from template_package.launching.distributed import RankContext
 from template_package.training.logs import console, get_logger, rank_logs
 from template_package.training.progress import Progress
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = """
 import sys, time, warnings
 from pathlib import Path
-from template_package.config import LoggingConfig
+from template_package.config import load_config
 from template_package.launching.distributed import RankContext
 from template_package.training.logs import rank_logs
 from template_package.training.progress import Progress
@@ -31,8 +31,8 @@ from template_package.training.tracking import Tracking
 
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
 with rank_logs(directory, RankContext()):
-    config = LoggingConfig(tracker=tracker)
-    tracking = Tracking(directory, config, {}, is_main=True, progress=Progress(60, 1), total_steps=60)
+    config = load_config(Path(sys.argv[3]), [f"logging.tracker={tracker}"])
+    tracking = Tracking(directory, config, RankContext(), progress=Progress(60, 1), total_steps=60)
     for step in range(1, 61):
         time.sleep(0.01)  # the bar is drawn several times
         if step % 20 == 0:
@@ -56,9 +56,10 @@ print("after the run")
 
 def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = "none", is_main: bool = True) -> None:
     """Steps of a run, each with a line for training and, every second step, one for validation."""
-    config = LoggingConfig(tracker=tracker)
+    config = load_config(ROOT / "config.yaml", [f"logging.tracker={tracker}"])
     progress = Progress(num_samples=12, global_batch_size=1, step=resumed_step)
-    tracking = Tracking(directory, config, {}, is_main=is_main, progress=progress, total_steps=12)
+    context = RankContext(rank=0 if is_main else 1, world_size=2)
+    tracking = Tracking(directory, config, context, progress=progress, total_steps=12)
     for step in range(resumed_step + 1, last_step + 1):
         tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1 / step, "learning_rate": 0.1 * step})
         if step % 2 == 0:
@@ -87,9 +88,8 @@ def screen(output: str) -> list[str]:
 
 
 def test_metrics_keep_order_and_every_digit_and_stay_json(tmp_path: Path) -> None:
-    tracking = Tracking(
-        tmp_path, LoggingConfig(tracker="none"), {}, is_main=True, progress=Progress(9, 1), total_steps=9
-    )
+    config = load_config(ROOT / "config.yaml", ["logging.tracker=none"])
+    tracking = Tracking(tmp_path, config, RankContext(), progress=Progress(9, 1), total_steps=9)
     tracking.record({"split": "train", "step": 1, "loss": 0.1 + 0.2, "epoch": 1, "gradient_norm": float("inf")})
     tracking.record({"split": "validation", "step": 1, "epoch": 1, "loss": float("nan"), "名": -1e-300})
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # written at once, not at the end
@@ -132,7 +132,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
 
 def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Path) -> None:
     (tmp_path / "tensorboard.py").write_text("raise ModuleNotFoundError('No module named tensorboard')\n")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "tensorboard"]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "tensorboard", str(ROOT / "config.yaml")]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, encoding="utf-8", check=True)
     warning, *lines = done.stdout.splitlines()
     assert warning.startswith("warning:") and "pip install tensorboard" in warning
@@ -160,7 +160,7 @@ def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> Non
 
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 100))
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "none"]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "none", str(ROOT / "config.yaml")]
     with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment()) as process:
         os.close(end)
         output = b""
@@ -223,3 +223,15 @@ def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.C
         assert lines[2:4] == ["from another program", "written as C++ writes"]
         assert lines[4] == "Fatal Python error: Segmentation fault"
         assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_evaluation_that_is_still_due_at_the_end_reaches_the_tracker(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = load_config(ROOT / "config.yaml", ["logging.tracker=tensorboard"])
+    progress = Progress(12, 1, step=12, is_evaluation_pending=True)
+    tracking = Tracking(tmp_path, config, RankContext(), progress=progress, total_steps=12)
+    tracking.record({"split": "validation", "step": 12, "epoch": 1, "loss": 0.5, "num_samples": 9})
+    tracking.close()
+    assert "validation/loss" in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -131,6 +132,14 @@ def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
     assert "called model(...) 0 times" in output and "model.module" in output and "Traceback" not in output
 
 
+def test_parameter_without_gradient_in_a_later_step_is_named_before_the_step_is_made(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.fault=skip_later", "checkpoint.every_steps=1")
+    output = project.run(*words, code=2)
+    assert "0.weight" in output and "ddp.find_unused_parameters=true" in output and "Traceback" not in output
+    last = max((project.directory("run") / "checkpoints").glob("step_*.pt"))
+    assert last.stem == "step_00000002", "step 3 had gradients that were not averaged"
+
+
 def test_parameter_without_gradient_is_named(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "model.has_unused_parameter=true", code=2)
     assert "unused got no gradient" in output and "ddp.find_unused_parameters=true" in output
@@ -155,6 +164,9 @@ def test_summary_and_epochs_are_counted(project: Project) -> None:
     ]
     best = min(validation, key=lambda line: line["loss"])
     assert summary["best"] == {"loss": best["loss"], "step": best["step"]}
+    environment = project.json("run", "environment.json")
+    assert environment["world_size"] == 2 and environment["libraries"]["torch"] == version("torch")
+    assert "device_ids=cpu,cpu" in environment["command"] and len(environment["devices"]) == 2
 
 
 def test_two_runs_started_together_both_train(project: Project) -> None:

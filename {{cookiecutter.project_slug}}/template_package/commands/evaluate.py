@@ -13,7 +13,7 @@ from ..launching.distributed import RankContext, current_context, from_main, pac
 from ..launching.launcher import find_node, launch
 from ..strategies import create_strategy
 from ..strategies.base import Strategy
-from ..training.checkpoint import CheckpointFolder, check_weights, load_checkpoint, shapes_of
+from ..training.checkpoint import CheckpointFolder, load_checkpoint
 from ..training.evaluation import Evaluator
 from ..training.logs import get_logger, rank_logs
 from ..training.random_state import seed_generators
@@ -21,6 +21,7 @@ from ..training.report import report_stem, show_report
 from ..training.resuming import check_same_values
 from ..training.run_files import run_directory, write_json
 from ..training.watchdog import hang_watched
+from ..training.weights import check_weights, shapes_of
 from ..validation import ConfigError
 
 Data = TypeVar("Data")
@@ -73,7 +74,8 @@ def restore(
 ) -> tuple[dict[str, Any], Strategy, Data]:
     """A checkpoint's state, its weights under the config's strategy, and what build_data gives; all ranks call it."""
     state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
-    remedy = f"Type the words of its training again, or --config {path.parents[1] / 'config.yaml'}"
+    its_config = path.absolute().parent.parent / "config.yaml"
+    remedy = "Type the words of its training again" + (f", or --config {its_config}" if its_config.exists() else "")
     check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint {path}", remedy)
     seed_generators(config.seed)
     with context.local_rank_first():

@@ -7,6 +7,7 @@ starts the processes is asked in environment.py, which devices they have in devi
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import sys
@@ -74,6 +75,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         return run_launched_rank(run_fn, config, places[node.launched.local_rank], node.launched)
     while (code := _attempt(run_fn, config, node, places)) == OUT_OF_MEMORY:
         config = go_on(config)
+        gc.collect()  # the only rank has run here: its model may be part of a cycle, and still on the GPU
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
     if node.nodes is not None:
         node.nodes.leave(is_failure=code not in (0, *STOPPED))

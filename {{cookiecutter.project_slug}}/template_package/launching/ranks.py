@@ -30,6 +30,8 @@ Address = tuple[str, int, str]
 """Host, port and prefix of the store where ranks started here meet."""
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+SLOW_DISK = (errno.ETIMEDOUT, errno.EAGAIN)
+"""Of a disk's if a file is named; a connection's otherwise."""
 MAX_TEXT = 15_000
 """Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
 
@@ -128,7 +130,7 @@ def _run_rank(
 
 def _disk_failure(error: BaseException) -> str:
     """One line if a file could not be written for the disk's sake."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
+    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename):
         return ""
     return (
         f"cannot write {error.filename or 'to the disk'}: {error.strerror}. The last checkpoint is whole: mend the "

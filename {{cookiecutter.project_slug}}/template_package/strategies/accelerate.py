@@ -21,8 +21,7 @@ from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext, changed_environment, launch_variables
 from ..validation import ConfigError
 from .base import BuildOptimizer, weighted
-from .ddp import DistributedDataParallelStrategy
-from .numerics import synchronize_batchnorm
+from .ddp import DistributedDataParallelStrategy, check_averaged
 
 
 class AccelerateStrategy(DistributedDataParallelStrategy):
@@ -46,8 +45,6 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
     def wrap(self, module: nn.Module) -> Any:
         """The module in Accelerate's DDP; with one rank the module itself."""
-        if self.config.sync_batchnorm:
-            self.module = module = synchronize_batchnorm(module, self.context.device)
         with warnings.catch_warnings():  # torch has renamed an argument
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             return self._accelerator.prepare_model(module)
@@ -70,6 +67,8 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """As the base's."""
+        if self.context.world_size > 1:
+            check_averaged(self.model, self.module)
         norm: Tensor | None = None
         if max_gradient_norm is not None:
             norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_gradient_norm)

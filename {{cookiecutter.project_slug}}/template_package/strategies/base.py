@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..config import TrainingConfig
 from ..launching.distributed import RankContext
-from .numerics import checkpoint_activations, resolve_precision, set_numerics
+from .numerics import checkpoint_activations, resolve_precision, set_numerics, synchronize_batchnorm
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -54,6 +54,8 @@ class Strategy:
         only).
         """
         self.module = self.place(model)
+        if self.config.sync_batchnorm and self.context.world_size > 1:
+            self.module = synchronize_batchnorm(self.module, self.context.device)  # first: it makes other modules
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
@@ -131,19 +133,20 @@ class Strategy:
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
         has_state = bool(self.optimizer.state)
         optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options) if has_state else {}
-        return {"model": self.get_weights(), "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        return {"model": self.get_weights(), "optimizer": optimizer, "scaler": self._scaler_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict() gave, under any strategy; all ranks call it with the same whole state."""
         self.set_weights(state["model"])
         if state["optimizer"]:
+            for group in self.optimizer.param_groups:  # as set_learning_rate(): on a key that is new torch fails
+                group.setdefault("initial_lr", group["lr"])
             options = StateDictOptions(full_state_dict=True, strict=False)
             set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
             for name, parameter in self.module.named_parameters():
                 if name not in state["optimizer"]["state"]:  # it never had a gradient: the function made one up
                     self.optimizer.state.pop(parameter, None)
-        if state["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
+        self._load_scaler_state(state["scaler"])
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each tensor in the model's state dict, whole."""
@@ -180,6 +183,15 @@ class Strategy:
     def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
         """The tensors that must be equal on every rank, by name; empty where there is one, or each holds a part."""
         return {}
+
+    def _scaler_state(self) -> dict[str, Any]:
+        state = self.scaler.state_dict()
+        return state and {**state, "num_skipped_steps": int(self.num_skipped_steps)}
+
+    def _load_scaler_state(self, state: dict[str, Any]) -> None:
+        if state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
+            self.num_skipped_steps.fill_(state.get("num_skipped_steps", 0))
 
     def _step_scaled(self) -> None:
         # The scale falls exactly when a step was skipped; asking the scaler for it would wait for the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
 from .base import Strategy
-from .numerics import own_statistics, synchronize_batchnorm
+from .numerics import own_statistics
 
 
 class DistributedDataParallelStrategy(Strategy):
@@ -32,8 +33,6 @@ class DistributedDataParallelStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """The module in DDP, which copies rank 0's weights to all."""
-        if self.config.sync_batchnorm:
-            self.module = module = synchronize_batchnorm(module, self.context.device)
         model = DistributedDataParallel(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -51,6 +50,11 @@ class DistributedDataParallelStrategy(Strategy):
         """no_sync() on all but the last micro-batch, whose backward averages the sum."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
+    def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
+        """As the base, once DDP has averaged all gradients: it has not if a parameter got none in this step."""
+        check_averaged(self.model, self.module)
+        return super().optimizer_step(max_gradient_norm)
+
     def synchronize_buffers(self) -> None:
         """Rank 0's buffers on every rank."""
         if self.context.world_size > 1:
@@ -61,20 +65,36 @@ class DistributedDataParallelStrategy(Strategy):
         """ConfigError that names the parameters without a gradient: DDP would wait for them in every step."""
         unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused and not self._options.find_unused_parameters:
-            raise ConfigError(
-                f"ddp.find_unused_parameters=false: {', '.join(unused)} got no gradient, and DDP waits for "
-                "every parameter's. Freeze them (requires_grad=False), use them in the loss, or set "
-                "ddp.find_unused_parameters=true."
-            )
+            raise _no_gradient(unused)
 
     def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
         """Parameters, and buffers but for BatchNorm's statistics: each rank's own until they are synchronised."""
         if not with_buffers:
             return dict(self.module.named_parameters())
         own = own_statistics(self.module)
-        return {name: tensor for name, tensor in self.module.state_dict().items() if name not in own}
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return {name: tensor for name, tensor in tensors.items() if name not in own}
 
     def state_dict(self) -> dict[str, Any]:
         """As the base, with rank 0's buffers, which a resumed run will have on every rank."""
         self.synchronize_buffers()
         return super().state_dict()
+
+
+def check_averaged(model: DistributedDataParallel, module: nn.Module) -> None:
+    """ConfigError that names the parameters for whose gradients DDP still waits, so that it has averaged none."""
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if indices is None:
+            raise
+        raise _no_gradient([names[int(index)] for index in indices[1].split()]) from None
+
+
+def _no_gradient(names: list[str]) -> ConfigError:
+    return ConfigError(
+        f"ddp.find_unused_parameters=false: {', '.join(names)} got no gradient, and DDP waits for every parameter's. "
+        "Freeze them (requires_grad=False), use them in the loss, or set ddp.find_unused_parameters=true."
+    )

@@ -7,22 +7,23 @@ zero/ holds DeepSpeed's settings, and turns the ranks' parts into the state of c
 
 from __future__ import annotations
 
-import os
-import warnings
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import DdpConfig, DeepspeedConfig, TrainingConfig
-from ..launching.distributed import RankContext, join_alone, launch_variables
+from ..launching.distributed import RankContext, join_alone
 from ..validation import ConfigError
-from .base import BuildOptimizer, weighted
+from .base import BuildOptimizer, Strategy, weighted
 from .ddp import DistributedDataParallelStrategy
 from .numerics import checkpoint_activations, synchronize_batchnorm
+from .zero.gradients import GradientWatch
+from .zero.library import create_engine, import_deepspeed
 from .zero.settings import build_settings, check_optimizer
-from .zero.state import OptimizerParts, gather_weights, names_of_groups, scatter_weights
+from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
 
 
 class DeepSpeedStrategy(DistributedDataParallelStrategy):
@@ -35,7 +36,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         super().__init__(config, context, DdpConfig())
         self._zero, self._stage = options, options.zero_stage
         self.has_collective_forward = self._stage > 0  # or a backward that has one, before the last micro-batch
-        self._deepspeed = _import_deepspeed(context)
+        self._deepspeed = import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Cut what the stage cuts, which for evaluation alone is nothing below stage 3."""
@@ -57,14 +58,16 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if build_optimizer is not None:
             optimizer = build_optimizer(model)  # it looks at whole weights
             check_optimizer(optimizer, self._zero)
-        groups = names_of_groups(model, optimizer)
-        self._watch_gradients(dict(model.named_parameters()), groups)
+        groups = Groups(model, optimizer)
+        self._watch = GradientWatch(model, chain.from_iterable(groups.trained))
         num_elements = sum(parameter.numel() for parameter in self._parameters)
         settings = build_settings(self._zero, self.config.max_gradient_norm, self.precision, num_elements)
         if self._stage == 3:  # one weight after the other: the device never holds all of them
             self._deepspeed.zero.Init(module=model, config_dict_or_path=settings)
             model.to(self.context.device)  # the buffers
-        self.model, self.optimizer, *_ = self._deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        if optimizer is not None and self._stage > 0:
+            groups.leave_trained(optimizer)
+        self.model, self.optimizer = create_engine(self._deepspeed, model=model, optimizer=optimizer, config=settings)
         self.module = model
         if optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, self.module, groups, self.context)
@@ -76,20 +79,23 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Stages 0 and 1 share gradients in the last backward of a step, 2 and 3 in each."""
+        self._is_last_micro_batch = is_last_micro_batch
         self.model.set_gradient_accumulation_boundary(is_last_micro_batch)
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients, scaled for fp16."""
+        """Add this micro-batch's gradients, scaled for fp16. ConfigError if a parameter has none after the last."""
         loss = weighted(loss, weight)
         if self._stage == 0 and self.scaler.is_enabled():
             loss = self.scaler.scale(loss)
+        if self._is_last_micro_batch:
+            self._watch.look_after(loss)
         self.model.backward(loss, scale_wrt_gas=False)
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """As the base's, which it is in stage 0: DeepSpeed has averaged the gradients, and that is all."""
         if self._stage == 0:
-            return super().optimizer_step(max_gradient_norm)
+            return Strategy.optimizer_step(self, max_gradient_norm)
         self.model.step()
         is_skipped = bool(self.optimizer.overflow)
         if self.scaler.is_enabled():
@@ -104,14 +110,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
 
     def check_gradients(self) -> None:
-        """ConfigError that names the parameters without a gradient: their weights would decay all the same."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._unused:
-            raise ConfigError(
-                f"strategy=deepspeed: {', '.join(sorted(self._unused))} got no gradient, and DeepSpeed takes that for "
-                "zeros. Freeze them (requires_grad=False), or use them in the loss."
-            )
+        """Each step's last backward does."""
 
     @property
     def evaluation_model(self) -> nn.Module:
@@ -146,7 +145,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if self._stage == 0:
             return super().state_dict()
         self.synchronize_buffers()
-        return {"model": self.get_weights(), "optimizer": self._parts.gather(), "scaler": self.scaler.state_dict()}
+        return {"model": self.get_weights(), "optimizer": self._parts.gather(), "scaler": self._scaler_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As the base's, cut over the ranks."""
@@ -155,8 +154,8 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.set_weights(state["model"])
         if state["optimizer"]:
             self._parts.scatter(state["optimizer"])
-        if state["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
+        self._load_scaler_state(state["scaler"])
+        if self.scaler.is_enabled():
             self.optimizer.override_loss_scale(self.scaler.get_scale())
 
     def _check(self, model: nn.Module) -> None:
@@ -177,14 +176,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                     "(1,) in model.py, or set strategy=ddp."
                 )
 
-    def _watch_gradients(self, parameters: dict[str, nn.Parameter], groups: list[list[str]]) -> None:
-        """Note until check_gradients() which parameters get a gradient: DeepSpeed takes it away at once."""
-        self._unused = {name for group in groups for name in group}
-        self._hooks = [
-            parameters[name].register_hook(lambda _, name=name: self._unused.discard(name))  # type: ignore[no-untyped-call]
-            for name in self._unused
-        ]
-
     def _take_over_scaling(self) -> None:
         # DeepSpeed's scaler for autocast clips scaled gradients, and lets each rank skip its part of a step alone.
         self.model.torch_autocast_z0_gradscaler = None
@@ -203,15 +194,3 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             num_good, factor = 0, state["growth_factor"]
         self.scaler.load_state_dict({**state, "scale": state["scale"] * factor, "_growth_tracker": num_good})
         self.optimizer.override_loss_scale(self.scaler.get_scale())
-
-
-def _import_deepspeed(context: RankContext) -> Any:
-    """The library, told which device to compute on (with a GPU in sight it would not take the CPU), and not to compile
-    a module for CPU ranks at its first start, which takes a minute.
-    """
-    os.environ |= {"DS_ACCELERATOR": context.device.type, "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"]}
-    warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning)
-    import deepspeed
-
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})
-    return deepspeed

@@ -6,10 +6,9 @@ of ranks, for more communication (Rajbhandari et al. 2020, arXiv:1910.02054; Zha
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,18 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
 from ..launching.distributed import RankContext, join_alone
 from ..validation import ConfigError
 from .base import Strategy
-from .numerics import blocks, own_statistics, synchronize_batchnorm
+from .numerics import blocks, own_statistics
+from .sharding.building import build_once
 
 
 class FullyShardedStrategy(Strategy):
@@ -53,10 +49,7 @@ class FullyShardedStrategy(Strategy):
 
     def build(self, build_model: Callable[[], nn.Module]) -> nn.Module:
         """The user's model: whole on rank 0, elsewhere with parameters that have a shape and no memory."""
-        if self.context.is_main:
-            return build_model()
-        with _parameters_without_memory():
-            return build_model()
+        return build_once(build_model, self.context)
 
     def place(self, model: nn.Module) -> nn.Module:
         """As it is: wrap() moves it block by block, since the whole may not fit on a device."""
@@ -70,17 +63,12 @@ class FullyShardedStrategy(Strategy):
                     f"strategy=fsdp: parameter {name} is a scalar, which cannot be cut into parts. "
                     "Give it the shape (1,) in model.py, or set strategy=ddp."
                 )
-        if self.config.sync_batchnorm:
-            self.module = module = synchronize_batchnorm(module, self.context.device)
         for unit in [*self._units(module), module]:
             self._receive(unit)
-            self._root = fully_shard(
-                unit,
-                mesh=self._mesh,
-                reshard_after_forward=self._reshard_after_forward,
-                mp_policy=self._policy(unit),
-                offload_policy=self._offload,
-            )
+            precise, dtype = self._precise(unit)
+            if precise:
+                self._shard(precise, None, reshard_after_forward=False)  # they are small, and needed here and there
+            self._root = self._shard(unit, dtype, reshard_after_forward=self._reshard_after_forward)
         self.synchronize_buffers()
         return module
 
@@ -138,30 +126,43 @@ class FullyShardedStrategy(Strategy):
             tensor.copy_(value)
 
     def _units(self, module: nn.Module) -> Iterator[nn.Module]:
-        """What is gathered together, inner modules first: blocks that hold a matrix and share no weight with others."""
-        num_uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-        # torch has no batch normalization with an input in fp32 and weights in bf16, so these keep theirs in fp32.
-        norms = [m for m in module.modules() if isinstance(m, _NormBase)] if self.precision != "fp32" else []
-        callable_blocks = [block for block in blocks(module) if type(block).forward is not nn.Module.forward]
-        for unit in dict.fromkeys([*norms, *callable_blocks]):
-            inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
-            is_big = any(p.dim() > 1 for p in unit.parameters()) or unit in norms
-            if inside and is_big and all(num_uses[key] == count for key, count in inside.items()):
+        """What is gathered together: blocks that hold a matrix and share no weight with others."""
+        num_uses = _count_uses(module)
+        for unit in dict.fromkeys(blocks(module)):
+            is_big = any(p.dim() > 1 for p in unit.parameters())
+            if is_big and _has_forward(unit) and _is_alone(unit, num_uses):
                 yield unit
 
-    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
-        if self.precision == "fp32" or isinstance(unit, _NormBase):
-            return MixedPrecisionPolicy()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        # Gathered in 16 bits; autocast says what is computed in them, as under every strategy.
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    def _precise(self, unit: nn.Module) -> tuple[list[nn.Module], torch.dtype | None]:
+        """The modules in a unit that need their weights as they are, and the type that the others are gathered in.
+
+        Autocast says what is computed in 16 bits, as under every strategy; the rest sees the type of the weights. Thus
+        only weights that autocast would round itself are gathered so; None if they cannot be told from the rest.
+        """
+        num_uses = _count_uses(unit)
+        owners = [module for module in unit.modules() if any(map(_is_plain, module.parameters(recurse=False)))]
+        precise = [module for module in owners if not _is_rounded(module)]
+        can_be_apart = all(m is not unit and _has_forward(m) and _is_alone(m, num_uses) for m in precise)
+        if self.precision == "fp32" or not can_be_apart or len(precise) == len(owners):
+            return [], None
+        return precise, torch.bfloat16 if self.precision == "bf16" else torch.float16
+
+    def _shard(self, modules: Any, dtype: torch.dtype | None, *, reshard_after_forward: bool) -> Any:
+        """Let the ranks hold parts of a module's weights, or of several modules', which are gathered together."""
+        return fully_shard(
+            modules,
+            mesh=self._mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False),
+            offload_policy=self._offload,
+        )
 
     def _receive(self, unit: nn.Module) -> None:
         """Put rank 0's weights of one unit on this rank's device, whole."""
         received: dict[Tensor, nn.Parameter] = {}  # of a tied weight once, under each of its names
         for submodule in unit.modules():
             for name, parameter in [*submodule.named_parameters(recurse=False, remove_duplicate=False)]:
-                if isinstance(parameter, DTensor):  # of an inner unit
+                if not _is_plain(parameter):
                     continue
                 if parameter not in received:
                     value = torch.empty_like(parameter, device=self.context.device).contiguous()
@@ -179,25 +180,25 @@ def _whole(tensor: Tensor, device: torch.device) -> Tensor:
     return whole
 
 
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """In the body, parameters lose their storage as soon as a module registers them; buffers keep theirs."""
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor)  # of no inner unit
 
-    def lighten(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta:  # registered again, under another name: still the same one
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    def fill(_: nn.Module, __: str, buffer: Tensor | None) -> Tensor | None:
-        return torch.empty_like(buffer, device="cpu") if buffer is not None and buffer.is_meta else None
+def _is_rounded(module: nn.Module) -> bool:
+    """Whether autocast rounds the weights, as it does in torch's own forward of these."""
+    of_torch = type(module).forward.__module__.startswith("torch.nn.")
+    return of_torch and isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)
 
-    of_parameters: Any = register_module_parameter_registration_hook
-    of_buffers: Any = register_module_buffer_registration_hook
-    hooks = [of_parameters(lighten), of_buffers(fill)]
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*which is a no-op.*")  # weights that are loaded into nothing
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _count_uses(module: nn.Module) -> Counter[int]:
+    """Under how many names the module holds each of its parameters."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _is_alone(module: nn.Module, num_uses: Counter[int]) -> bool:
+    """Whether all uses of its parameters are in it."""
+    return all(num_uses[key] == count for key, count in _count_uses(module).items())

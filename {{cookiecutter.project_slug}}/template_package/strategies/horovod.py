@@ -19,9 +19,8 @@ from torch.optim import SGD
 from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext, barrier, before_leaving, broadcast_object, changed_environment
 from ..validation import ConfigError, is_loopback
-from .base import BuildOptimizer
+from .base import BuildOptimizer, Strategy
 from .ddp import DistributedDataParallelStrategy
-from .numerics import synchronize_batchnorm
 
 REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)
 """Of gradients that Horovod 0.28 can add up."""
@@ -41,8 +40,8 @@ class HorovodStrategy(DistributedDataParallelStrategy):
                 raise ConfigError(f"ddp.{key}=true: Horovod has no such setting. Set it to false, or strategy=ddp.")
         self._horovod = _import_horovod()
         _meet(self._horovod, context)
-        self._unused: list[str] | None = None
-        self._is_last_micro_batch = True
+        self._is_last_micro_batch = self._is_rehearsal = True
+        self._unused: list[str] = []
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """As the base, with Horovod's optimizer beside the user's, which alone steps: of the other only the reduction
@@ -57,18 +56,16 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         super().prepare(model, build_optimizer)
         if build_optimizer is None:
             return
-        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        self._trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._reducer = self._horovod.DistributedOptimizer(
-            SGD([parameter for _, parameter in named]),
-            named_parameters=named,
+            SGD([parameter for _, parameter in self._trained]),
+            named_parameters=self._trained,
             compression=getattr(self._horovod.Compression, self._options.gradient_compression),
             gradient_predivide_factor=self.context.world_size,  # before the sum, as DDP: in fp16 it might overflow
         )
 
     def wrap(self, module: nn.Module) -> Any:
         """The module, with rank 0's weights and buffers."""
-        if self.config.sync_batchnorm:
-            self.module = module = synchronize_batchnorm(module, self.context.device)
         self._horovod.broadcast_parameters([*module.named_parameters()], root_rank=0)
         self.synchronize_buffers()
         return module
@@ -83,17 +80,24 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         """As the base; after the last micro-batch's the gradients are the ranks' mean."""
         super().backward(loss, weight)
         if self._is_last_micro_batch:
-            if self._unused is None:  # before Horovod gives them zeros
-                names = self.module.named_parameters()
-                self._unused = [name for name, p in names if p.requires_grad and p.grad is None]
-            self._reducer.synchronize()
+            self._unused = [name for name, parameter in self._trained if parameter.grad is None]
+            if not self._is_rehearsal:  # which asks when all ranks have gone through it
+                self.check_gradients()
+            self._reducer.synchronize()  # gives zeros to those without
+
+    def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
+        """As the base."""
+        return Strategy.optimizer_step(self, max_gradient_norm)
 
     def check_gradients(self) -> None:
-        """ConfigError that names the parameters without a gradient: their weights would decay all the same."""
+        """ConfigError that names the parameters without a gradient on this rank: their weights would decay all the
+        same. Called after the rehearsal; from then on each step is looked at.
+        """
+        self._is_rehearsal = False
         if self._unused:
             raise ConfigError(
-                f"strategy=horovod: {', '.join(self._unused)} got no gradient, and Horovod takes that for zeros. "
-                "Freeze them (requires_grad=False), use them in the loss, or set strategy=ddp and "
+                f"strategy=horovod: {', '.join(self._unused)} got no gradient in this step, and Horovod takes that for "
+                "zeros. Freeze them (requires_grad=False), use them in every loss, or set strategy=ddp and "
                 "ddp.find_unused_parameters=true."
             )
 

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_model
-from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from .. import model as user_model
-from ..model import ModelConfig
-from ..validation import ConfigError
+from ..validation import ConfigError, one_line
 from .checksum import checksum
 from .logs import get_logger
 
 FORMAT_VERSION = 1
+KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
 """What may be over in a moment: a network disk that stumbles, a full one that somebody clears."""
 
@@ -44,6 +40,10 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """The checkpoint of the last saved step."""
         return max(self.steps(), key=lambda path: int(path.stem[5:]), default=None)
+
+    def newest_first(self) -> list[Path]:
+        """All that a run can continue from; best.pt last, which may be the only one."""
+        return [*reversed(self.steps()), *([self.best] if self.best.exists() else [])]
 
     @property
     def best(self) -> Path:
@@ -106,106 +106,25 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is not one."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"checkpoint {path} is no file. Name a checkpoint of a run.")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        version = state.get("format_version") if isinstance(state, dict) else None
+        is_ours = isinstance(version, int) and version == FORMAT_VERSION
+        is_whole = is_ours and state.pop("checksum", None) == checksum(state)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {path} does not exist. Name an existing file, or train first.") from None
-    except Exception as error:  # a damaged file fails anywhere in torch's reader
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a damaged file fails anywhere in torch's reader; another's may hold anything
+        reason = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
         raise ConfigError(f"checkpoint {path} cannot be read ({reason}). Remove it, or name another.") from None
-    if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION:
-        version = state.get("format_version") if isinstance(state, dict) else None
+    if not is_ours:
         raise ConfigError(
-            f"checkpoint {path} has format_version {version}, and this code reads {FORMAT_VERSION}. "
+            f"checkpoint {path} has format_version {one_line(version)}, and this code reads {FORMAT_VERSION}. "
             "For weights alone use checkpoint.initial_weights."
         )
-    if state.pop("checksum", None) != checksum(state):
+    if not is_whole:
         raise ConfigError(f"checkpoint {path} is damaged (its checksum is wrong). Remove it, or name another.")
+    if missing := KEYS - state.keys():
+        raise ConfigError(f"checkpoint {path} holds no {', '.join(sorted(missing))}. Name one that a run has written.")
     return state
-
-
-def build_model(config: ModelConfig, initial_weights: str | None) -> nn.Module:
-    """The user's model, with the weights of that file if one is named."""
-    model = user_model.build_model(config)
-    if initial_weights is not None:
-        load_initial_weights(model, Path(initial_weights))
-    return model.train()  # a pretrained model comes in evaluation mode
-
-
-def load_initial_weights(model: nn.Module, path: Path) -> None:
-    """Copy anyone's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
-
-    ConfigError lists names that are missing, unexpected or of another shape.
-    """
-    weights = _read_weights(path)
-    for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # compile and DDP, nested either way
-        if not weights.keys() & model.state_dict().keys():
-            consume_prefix_in_state_dict_if_present(weights, prefix)
-    _fill_tied(weights, model)
-    check_weights(shapes_of(model), weights, f"checkpoint.initial_weights={path}")
-    model.load_state_dict(weights)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _fill_tied(weights: dict[str, Tensor], model: nn.Module) -> None:
-    """safetensors holds a tensor that has two names once: give it the other name too."""
-    places = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items() if name in weights}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name not in weights and id(tensor) in places:
-            weights[name] = weights[places[id(tensor)]]
-
-
-def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    """The shape of each tensor in the model's state dict."""
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def check_weights(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
-    """ConfigError that lists the names in which `weights` do not fit a model of these shapes."""
-    problems = {
-        "missing": [name for name in shapes if name not in weights],
-        "unexpected": [name for name in weights if name not in shapes],
-        "misshapen": [
-            f"{name} {tuple(weights[name].shape)} instead of {tuple(shape)}"
-            for name, shape in shapes.items()
-            if name in weights and weights[name].shape != shape
-        ],
-    }
-    if any(problems.values()):
-        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names)
-        raise ConfigError(
-            f"{source}: does not fit the model: {listed}. Change model.* or model.py, or choose another file or name=…"
-        )
-
-
-def export_weights(model: nn.Module, path: Path) -> None:
-    """Write the model's weights as safetensors, with plain names; tied weights once."""
-    write_whole(path, lambda beside: save_model(model, str(beside)))
-    path.chmod(0o666 & ~_umask())  # safetensors keeps its files to their owner; colleagues may read the others
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise ConfigError(
-            f"checkpoint.initial_weights={path}: no such file. Name a .pt, .pth, .bin or .safetensors file."
-        )
-    try:
-        content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"checkpoint.initial_weights={path} cannot be read ({reason}). "
-            "Save it as safetensors or as a plain state dict (torch.save(model.state_dict(), path))."
-        ) from None
-    for key in ("model", "state_dict", "model_state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()) or not content:
-        raise ConfigError(f"checkpoint.initial_weights={path} holds no state dict. Save model.state_dict() in it.")
-    return dict(content)

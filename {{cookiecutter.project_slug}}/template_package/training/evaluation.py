@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .fetching import MicroBatch
 from .loader import EvaluationLoader
+from .logs import get_logger
+from .memory import is_out_of_memory
 from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
 from .report import METRIC, build_report, report_stem, write_report
 from .stopping import Interrupted
@@ -43,6 +46,8 @@ class Evaluator:
         self._metrics = keep_apart(user_model.build_metrics(config.model).to(context.device))
         self._context, self._split, self.num_samples = context, name, self._loader.num_samples
         self._label_names: list[str] | None = getattr(dataset, "label_names", None)
+        self._limit = sys.maxsize
+        """Samples of a forward pass, once more did not fit on this rank."""
         self._matrix: list[list[int]] | None = None
         """The last run's confusion matrix, if there is a metric of that name."""
 
@@ -75,13 +80,8 @@ class Evaluator:
             beat()
             if not may_go_on():
                 raise Interrupted
-            with strategy.autocast():
-                loss, outputs = self._forward(strategy, micro_batch)
-            if micro_batch.request.num_samples:
-                weight = weight_of(micro_batch, self._context)
-                totals += torch.stack([loss.double() * weight, weight])
-                if len(self._metrics):
-                    user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
+            for part in self._parts(strategy, micro_batch):
+                totals += part
         strategy.module.train()
         loss_sum, weight = all_reduce(totals).tolist()
         values = compute_over_ranks(self._metrics)
@@ -95,10 +95,29 @@ class Evaluator:
             report = build_report(f"{self._split}, checkpoint {checkpoint} (step {step})", self._matrix, names)
             write_report(report_stem(directory, self._split, checkpoint), report)
 
-    def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        try:
-            return user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
-        except torch.OutOfMemoryError as error:
-            size = self._loader.micro_batch_size
-            error.add_note(f"in evaluation, with micro-batches of {size}: set evaluation.micro_batch_size={size // 2}")
-            raise
+    def _parts(self, strategy: Strategy, micro_batch: MicroBatch) -> Iterator[Tensor]:
+        """(2,) float64, loss x weight and weight, of a micro-batch; of its parts, once memory has run out here."""
+        size = len(micro_batch.request.indices)
+        if size <= self._limit:
+            try:
+                yield self._count(strategy, micro_batch)
+                return
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or size == 1 or strategy.has_collective_forward:
+                    error.add_note(f"in evaluation, with {size} samples: lower evaluation.micro_batch_size")
+                    raise
+            self._limit = -(-size // 2)
+            words = "rank %d: out of memory in evaluation with %d samples, trying %d"
+            get_logger().warning(words, self._context.rank, size, self._limit)
+        for part in self._loader.parts(micro_batch.request, self._limit):
+            yield from self._parts(strategy, part)
+
+    def _count(self, strategy: Strategy, micro_batch: MicroBatch) -> Tensor:
+        with strategy.autocast():
+            loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+        if not micro_batch.request.num_samples:
+            return torch.zeros(2, dtype=torch.float64, device=self._context.device)
+        weight = weight_of(micro_batch, self._context)
+        if len(self._metrics):
+            user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
+        return torch.stack([loss.double() * weight, weight])

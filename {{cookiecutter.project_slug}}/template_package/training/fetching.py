@@ -1,40 +1,43 @@
 """Reads the micro-batches that loader.py asks for: in worker processes or in the rank itself, collated, on the device.
 
 Random augmentation is made exact here: the generators are seeded per sample, so neither rank nor worker nor position
-matters.
+matters. What a collate function draws is the micro-batch's own, wherever it is read ahead.
 """
 
 from __future__ import annotations
 
 import atexit
-import copy
-import hashlib
 import multiprocessing
 import os
-import random
 import signal
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import numpy
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
 from ..launching.starting import ENDINGS, die_with_parent, num_usable_cores
+from .random_state import cpu_generators_put_back, mix, seed_cpu_generators
+from .transfer import to_device
 
 Collate = Callable[[list[Any]], Any]
+MAX_NAMED = 64
+"""Samples of a micro-batch that an error lists."""
 
 
-class Request(NamedTuple):
-    """A micro-batch to read: `num_samples` of `indices` count, with `weight` in the step's loss."""
+@dataclass(slots=True)
+class Request:
+    """A micro-batch to read: `num_samples` of `indices` count, with `weight` in the step's loss.
+
+    No tuple: the loader would look at each index in search of tensors to pin.
+    """
 
     epoch: int
     indices: list[int]
@@ -58,7 +61,7 @@ class Fetcher(Dataset[MicroBatch]):
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None, seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
+        self._dataset, self._collate, self.seed = dataset, collate or default_collate, seed
         self._epoch: int | None = None
         self.hands_out_batches = _hands_out_batches(dataset)
 
@@ -73,26 +76,65 @@ class Fetcher(Dataset[MicroBatch]):
                 if isinstance(batch, list):
                     batch = self._collate(batch)
             else:
-                batch = self._collate(self._items(request))
+                items = self._items(request)
+                with _odd_one_named(items, request.indices):
+                    batch = self._collate(items)
         except Exception as error:
-            error.add_note(f"in a micro-batch of the samples {request.indices}")
+            more = f" and {len(request.indices) - MAX_NAMED} more" if len(request.indices) > MAX_NAMED else ""
+            error.add_note(f"in a micro-batch of the samples {request.indices[:MAX_NAMED]}{more}")
             raise
         return MicroBatch(batch, request)
 
     def _items(self, request: Request) -> list[Any]:
-        states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
         items = []
-        for index in request.indices:
-            _seed_generators(mix(self._seed, request.epoch, index))
-            try:
-                items.append(self._dataset[index])
-            except Exception as error:
-                error.add_note(f"while reading sample {index} of {type(self._dataset).__name__}")
-                raise
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        with cpu_generators_put_back():
+            for index in request.indices:
+                seed_cpu_generators(mix(self.seed, request.epoch, index))
+                try:
+                    items.append(self._dataset[index])
+                except Exception as error:
+                    error.add_note(f"while reading sample {index} of {type(self._dataset).__name__}")
+                    raise
         return items
+
+
+@contextmanager
+def _odd_one_named(items: list[Any], indices: list[int]) -> Iterator[None]:
+    """In the body they become a batch; if that fails, the error tells which differs in form from most."""
+    try:
+        yield
+    except Exception as error:
+        forms = [_form(item) for item in items]
+        usual = Counter(forms).most_common(1)[0][0]
+        odd = [(index, form) for index, form in zip(indices, forms, strict=True) if form != usual]
+        for index, form in odd[:1]:
+            error.add_note(f"sample {index} is {form}; most others of its micro-batch are {usual}")
+        raise
+
+
+def _form(item: Any) -> str:
+    """`(float32 (6,), int)`"""
+    if isinstance(item, Mapping):
+        return "{" + ", ".join(f"{key}: {_form(value)}" for key, value in item.items()) + "}"
+    if isinstance(item, list | tuple):
+        return "(" + ", ".join(map(_form, item)) + ")"
+    if hasattr(item, "shape") and hasattr(item, "dtype"):
+        return f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
+    return type(item).__name__
+
+
+class _ReadAhead(Dataset[MicroBatch]):
+    """A fetcher for micro-batches that are read before their step. What draws from the rank's generators at its step
+    resumes with them (collate, `__getitems__`); read ahead, or in a worker, it gets a seed of its own here.
+    """
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        with cpu_generators_put_back():
+            seed_cpu_generators(mix(self._fetcher.seed, request.epoch, -3 - request.indices[0]))
+            return self._fetcher[request]
 
 
 def read_batches(
@@ -103,7 +145,7 @@ def read_batches(
     if context.device.type == "cpu" and num_workers == 0:
         return (fetcher[request] for request in requests)
     loader: DataLoader[MicroBatch] = DataLoader(
-        fetcher,
+        _ReadAhead(fetcher),
         batch_size=None,  # a request is a whole micro-batch already
         collate_fn=cast(Any, _as_it_is),  # torch's own would turn tuples into lists, and arrays into tensors
         sampler=cast(Any, requests),
@@ -118,7 +160,7 @@ def read_batches(
     micro_batches = iter(loader)
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)  # now, so that it comes before torch's own, which waits 5 seconds for each of them
-    return micro_batches if context.device.type == "cpu" else _to_device(micro_batches, context.device)
+    return micro_batches if context.device.type == "cpu" else to_device(micro_batches, context.device)
 
 
 def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -> int:
@@ -149,65 +191,7 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def _to_device(micro_batches: Iterable[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
-    """Each micro-batch on the device, the next one's copy under way on a stream of its own while this one computes."""
-    copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    ready: tuple[MicroBatch, torch.cuda.Event] | None = None
-    for micro_batch in micro_batches:
-        # Memory of former batches is used again here: not before what reads them has run.
-        copy_stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(copy_stream):
-            upcoming = micro_batch._replace(batch=move(micro_batch.batch, device)), copy_stream.record_event()
-        if ready is not None:
-            yield _wait_for_copy(*ready)
-        ready = upcoming
-    if ready is not None:
-        yield _wait_for_copy(*ready)
-
-
-def _wait_for_copy(micro_batch: MicroBatch, copied: torch.cuda.Event) -> MicroBatch:
-    torch.cuda.current_stream().wait_event(copied)
-    return micro_batch
-
-
-def move(value: Any, device: torch.device) -> Any:
-    """A batch of the same type with its tensors on `device`: what has `.to()` by itself, the items of tuples, lists,
-    mappings and dataclasses; anything else as it is.
-    """
-    if isinstance(value, Tensor | PackedSequence):
-        return cast(Any, value).to(device, non_blocking=True)
-    if hasattr(value, "to") and not isinstance(value, type):  # a graph, a tokenizer's output
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # NamedTuple
-        return type(value)(*(move(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(move(item, device) for item in value)
-    if isinstance(value, Mapping):
-        moved: Any = copy.copy(value) if isinstance(value, MutableMapping) else {}
-        for key, item in value.items():
-            moved[key] = move(item, device)
-        return moved
-    if is_dataclass(value) and not isinstance(value, type):
-        moved = copy.copy(value)  # not made anew: its __post_init__ has run
-        for field in fields(value):
-            object.__setattr__(moved, field.name, move(getattr(value, field.name), device))
-        return moved
-    return value
-
-
 def _hands_out_batches(dataset: Any) -> bool:
     while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
-
-
-def _seed_generators(value: int) -> None:
-    random.seed(value)
-    numpy.random.seed(value % 2**32)
-    torch.default_generator.manual_seed(value)  # not torch.manual_seed: that would move the GPU's generator too
-
-
-def mix(seed: int, epoch: int, index: int) -> int:
-    """A 63-bit seed that differs for every (seed, epoch, index): neighbours share no bits, as sums of them would."""
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

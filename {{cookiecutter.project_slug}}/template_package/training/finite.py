@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
 from ..validation import ConfigError
 from .loader import TrainLoader
 from .run_files import write_json
@@ -51,16 +51,25 @@ class FiniteCheck:
             self._fail(step)
 
     def raise_if_found(self) -> None:
-        """NonFiniteError if a loss was not finite; called where the run waits for the device anyway."""
-        if not self._is_cpu and (step := int(self._first_step)) != sys.maxsize:
-            self._fail(step)
+        """NonFiniteError if a loss was not finite; called by all ranks, where the run waits for the device anyway."""
+        if self._is_cpu:
+            return
+        step = int(all_reduce(self._first_step.clone(), dist.ReduceOp.MIN))
+        if step == sys.maxsize:
+            return
+        # A rank that has it of a later step has it from the others' gradients: its samples are not to blame.
+        paths = gather_objects(self._list_samples(step) if int(self._first_step) == step else None)
+        self._fail(step, from_main(lambda: [path for path in paths or [] if path]))
 
-    def _fail(self, step: int) -> None:
-        path = self._directory / f"non_finite_rank_{self._context.rank}.json"
-        indices = self._loader.indices_of_step(step)
-        write_json(path, {"step": step, "rank": self._context.rank, "indices": indices})
+    def _fail(self, step: int, paths: list[str] | None = None) -> None:
+        listed = " ".join(paths or [self._list_samples(step)])
         clip = "" if self._is_clipped else ", or set training.max_gradient_norm=1"
         raise NonFiniteError(
-            f"the loss of step {step}, or its gradient, is not finite. {path} lists this rank's {len(indices)} "
-            f"samples. Look at them, lower optimizer.learning_rate{clip}."
+            f"the loss of step {step}, or its gradient, is not finite. {listed} lists the rank's samples. "
+            f"Look at them, lower optimizer.learning_rate{clip}."
         )
+
+    def _list_samples(self, step: int) -> str:
+        path = self._directory / f"non_finite_rank_{self._context.rank}.json"
+        write_json(path, {"step": step, "rank": self._context.rank, "indices": self._loader.indices_of_step(step)})
+        return str(path)

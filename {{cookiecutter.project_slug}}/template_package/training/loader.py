@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
-from .fetching import Collate, Fetcher, MicroBatch, Request, mix, read_batches
+from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
+from .random_state import mix
 
 BLOCK = 65_536
 """Indices of the epoch's order that are turned from a tensor into Python numbers at a time."""
@@ -103,16 +104,12 @@ class TrainLoader:
     def indices_of_step(self, step: int) -> list[int]:
         """The samples of this rank's share of one step, counted from 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
-        indices: list[int] = []
-        for request in self._requests(epoch, place * self.global_batch_size):
-            indices += request.indices
-            if request.is_last:
-                break
-        return indices
+        requests = self._requests_of_step(epoch, place * self.global_batch_size)
+        return [index for request in requests for index in request.indices]
 
     def read_first(self, epoch: int, position: int) -> MicroBatch:
-        """This rank's first micro-batch from there, for a rehearsal; what the steps will read is not touched."""
-        request = next(self._requests(epoch, position))
+        """The largest micro-batch of this rank's next step, for a rehearsal; what steps will read is not touched."""
+        request = max(self._requests_of_step(epoch, position), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
         (micro_batch,) = read_batches(self._fetcher, [request], self._config, self._context)
         return micro_batch
@@ -126,6 +123,12 @@ class TrainLoader:
     def close(self) -> None:
         """Ends the worker processes."""
         self._batches = iter(())
+
+    def _requests_of_step(self, epoch: int, position: int) -> Iterator[Request]:
+        for request in self._requests(epoch, position):
+            yield request
+            if request.is_last:
+                return
 
     def _requests(self, epoch: int, position: int) -> Iterator[Request]:
         size = self.global_batch_size
@@ -176,6 +179,12 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         yield from read_batches(self._fetcher, self._requests(), self._config, self._context)
+
+    def parts(self, request: Request, size: int) -> Iterator[MicroBatch]:
+        """The samples of one micro-batch again, in pieces of at most `size`."""
+        pieces = cut(request.indices, size, num_pieces=-(-len(request.indices) // size))
+        requests = [Request(0, piece, len(piece), float(len(piece)), is_last=False) for piece in pieces]
+        return read_batches(self._fetcher, requests, self._config, self._context)
 
     def _requests(self) -> Iterator[Request]:
         world_size = self._context.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
+from .checkpoint import write_whole
 from .fetching import MicroBatch
 from .loader import TrainLoader
 from .logs import get_logger
@@ -25,14 +27,15 @@ class MemoryLimit:
     def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
         self._context, self._loader = context, loader
-        if self._path.exists():
-            limit = int(self._path.read_text(encoding="utf-8"))
+        text = self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
+        if re.fullmatch("[1-9][0-9]{0,15}", text):
+            limit = int(text)
             if limit < loader.micro_batch_size:
                 words = "micro-batches of %d on this rank: memory ran out with more (%s; remove it to try again)"
                 get_logger().info(words, limit, self._path)
                 loader.micro_batch_size = limit
 
-    def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int, position: int) -> None:
+    def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
         """For `auto`: halve the loader's size until forward and backward fit, the optimizer's state being allocated.
 
         Nothing is communicated, so ranks may end with different sizes. Weights, buffers, optimizer and random states
@@ -49,7 +52,7 @@ class MemoryLimit:
         tensors = [*strategy.module.parameters(), *strategy.module.buffers()]
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]  # not on the device, which is measured here
         with strategy.allocated_state():
-            while not self._fits(strategy, self._loader.read_first(epoch, position)):
+            while not self._fits(strategy, self._loader.read_first(epoch, 0)):  # an epoch's last batch may be shorter
                 self._halve()
         with torch.no_grad():
             for tensor, former in zip(tensors, kept, strict=True):
@@ -68,7 +71,7 @@ class MemoryLimit:
         if not is_out_of_memory(error) or self._loader.micro_batch_size == 1:
             raise error
         self._halve()
-        self._path.write_text(str(self._loader.micro_batch_size), encoding="utf-8")
+        write_whole(self._path, lambda beside: beside.write_text(str(self._loader.micro_batch_size), encoding="utf-8"))
         raise SystemExit(OUT_OF_MEMORY) from error
 
     def _halve(self) -> None:

@@ -10,11 +10,17 @@ from torch.optim import Optimizer
 
 from .. import model as user_model
 from ..config import OptimizerConfig, ScheduleConfig
+from ..validation import ConfigError
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """What model.py's build_optimizer gives, if it has one, else the one below."""
-    optimizer: Optimizer = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
+    optimizer = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"build_optimizer() in model.py returned a {type(optimizer).__name__}: it must return one torch optimizer. "
+            "Several are not offered; parameter groups of one may have settings of their own."
+        )
     return optimizer
 
 

@@ -61,10 +61,12 @@ class Progress:
         """Training samples seen since step 1, over all ranks."""
         return self.epoch * self.num_samples + self.position
 
-    def is_due(self, section: EvaluationConfig | CheckpointConfig) -> bool:
-        """Whether every_steps or every_epochs of the section falls on the last step."""
-        if section.every_steps and self.step % section.every_steps == 0:
+    def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
+        """Whether every_steps or every_epochs of the section falls on the last step, or, at the end, either is set."""
+        if section.every_steps and (at_end or self.step % section.every_steps == 0):
             return True
+        if at_end:
+            return bool(section.every_epochs)
         return section.every_epochs is not None and self.is_epoch_end and self.epoch % section.every_epochs == 0
 
     def judge(self, value: float, config: EvaluationConfig) -> bool:
@@ -106,6 +108,10 @@ class Progress:
         self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
         if self.position >= self.num_samples:  # the file of a run on more data
             self.epoch, self.position = self.epoch + 1, 0
+        # That of a run with another batch size, or more data, counted other steps. Its place in the epochs holds.
+        size = self.global_batch_size
+        self.position -= self.position % size
+        self.step = self.epoch * -(-self.num_samples // size) + self.position // size
         self.best = state["best"]
         self.best_epoch = state["early_stopping"]["best_epoch"]
         self.epochs_without_improvement = state["early_stopping"]["epochs_without_improvement"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy
 import torch
 
-from ..launching.distributed import RankContext
-from .fetching import mix
+from ..launching.distributed import RankContext, gather_objects, pack, unpack
 
 
 def seed_generators(seed: int) -> None:
@@ -17,6 +20,31 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # every CUDA device too
+
+
+def seed_cpu_generators(value: int) -> None:
+    """Seed Python, NumPy and torch on the CPU: torch.manual_seed would move the GPU's generator too."""
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+    torch.default_generator.manual_seed(value)
+
+
+def mix(seed: int, epoch: int, index: int) -> int:
+    """A 63-bit seed that differs for every (seed, epoch, index): neighbours share no bits, as sums of them would."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def cpu_generators_put_back() -> Iterator[None]:
+    """What the body draws on the CPU, and how it seeds, leaves the run's own generators where they were."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def seed_rank(seed: int, rank: int, step: int) -> None:
@@ -29,6 +57,12 @@ def restore_random_states(state: dict[str, Any] | None, seed: int, step: int, co
     seed_rank(seed, context.rank, step)  # first, also for a GPU's generator that a checkpoint from CPUs lacks
     if state is not None and len(state["random_states"]) == context.world_size:
         set_random_states(state["random_states"][context.rank], *context.devices)
+
+
+def gather_random_states(context: RankContext) -> list[dict[str, Any]] | None:
+    """On rank 0 the states of all ranks, for a checkpoint; None on the others. All ranks call it."""
+    states = gather_objects(pack(get_random_states(*context.devices)))
+    return None if states is None else [unpack(packed) for packed in states]
 
 
 def get_random_states(*devices: torch.device) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from ..config import Config, differing_keys, to_dict
 from ..launching.distributed import from_main, pack, unpack
 from ..strategies.base import Strategy
 from ..validation import ConfigError
-from .checkpoint import CheckpointFolder, check_weights, load_checkpoint
+from .checkpoint import CheckpointFolder, load_checkpoint
 from .logs import get_logger
 from .optimization import configured
+from .progress import Progress
+from .weights import check_weights
 
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
 """What makes a run what it is; everything else may change from one start to the next."""
@@ -24,16 +26,20 @@ def find_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] 
     return state
 
 
-def take_up(state: dict[str, Any], strategy: Strategy, config: Config) -> None:
-    """Load weights and optimizer state; ConfigError if they are another model's."""
+def take_up(state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config) -> None:
+    """Load weights, optimizer state and counts; ConfigError if they are another model's."""
     check_weights(strategy.shapes(), state["model"], f"name={config.name}")
     with configured(strategy.optimizer):  # a run that starts from another's file has settings of its own
         strategy.load_state_dict(state)
+    progress.load_state_dict(state)
 
 
-def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
+def announce(state: dict[str, Any], config: Config, step: int, total_steps: int) -> None:
     """Say from where the run goes on, and what a new length does to the schedule."""
-    get_logger().info("resuming after step %d of %d", state["step"], total_steps)
+    get_logger().info("resuming after step %d of %d", step, total_steps)
+    if step != state["step"]:
+        words = "its %d steps are counted as %d: so many make its %d epochs with this run's batches and data"
+        get_logger().info(words, state["step"], step, state["epoch"])
     for key in ("epochs", "max_steps"):
         former, now = state["config"]["training"][key], getattr(config.training, key)
         if former != now:
@@ -41,7 +47,12 @@ def announce(state: dict[str, Any], config: Config, total_steps: int) -> None:
             get_logger().info(words, key, former, now)
 
 
-COMPLETE = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
+def announce_end(config: Config, progress: Progress) -> None:
+    """Say that nothing is left to do, and what would be."""
+    words = "To train on, raise training.epochs (or early_stopping_epochs); for a new run, choose another name=…"
+    get_logger().info("run %s is complete: %s. %s", config.name, progress.describe(), words)
+
+
 CONTINUE = "Put them back to continue, or choose another name=… for a new run."
 
 
@@ -55,7 +66,7 @@ def check_same_values(
 
 def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:
     resume = config.checkpoint.resume
-    paths = checkpoints.steps()
+    paths = checkpoints.newest_first()
     if not paths and resume in ("auto", "never"):
         return None
     if not paths:
@@ -70,7 +81,7 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
             f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "
             "Choose another name=…, or remove the folder."
         )
-    for path in reversed(paths):
+    for path in paths:
         try:
             state = load_checkpoint(path)
         except ConfigError as error:

@@ -10,7 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,9 +23,10 @@ from ..config import Config, to_dict
 from ..launching.distributed import RankContext, from_main, gather_objects
 from ..strategies.base import Strategy
 from ..validation import ConfigError
-from .checkpoint import CheckpointFolder, export_weights, load_checkpoint, write_whole
+from .checkpoint import CheckpointFolder, load_checkpoint, write_whole
 from .logs import get_logger
 from .report import report_stem, show_report
+from .weights import export_weights
 
 LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
 
@@ -43,7 +44,7 @@ def run_directory(config: Config) -> Path:
 def claimed(directory: Path) -> Iterator[None]:
     """In the body no other process trains this run: ConfigError on every rank if one does already. All ranks call it.
 
-    The system lets go of the claim when rank 0's process dies.
+    The system lets go of the claim when rank 0's process dies. What a killed one left half written is removed.
     """
     held: list[TextIO] = []
     from_main(lambda: held.append(_claim(directory)))
@@ -51,7 +52,8 @@ def claimed(directory: Path) -> Iterator[None]:
         yield
     finally:
         for file in held:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
             file.close()
 
 
@@ -59,8 +61,10 @@ def is_described(directory: Path) -> bool:
     """Whether summary.json says that the run is complete; the same on every rank."""
 
     def read() -> bool:
-        path = directory / "summary.json"
-        return path.exists() and json.loads(path.read_text(encoding="utf-8"))["status"] == "complete"
+        try:
+            return bool(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["status"] == "complete")
+        except (FileNotFoundError, ValueError, TypeError, KeyError):  # none, or not as we wrote it
+            return False
 
     is_complete: bool = from_main(read)
     return is_complete
@@ -73,7 +77,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def describe_start(directory: Path, config: Config, context: RankContext) -> None:
-    """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes."""
+    """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes.
+
+    summary.json is removed: until this start has ended, an earlier end is not the run's.
+    """
     devices = gather_objects([_device_name(device) for device in context.devices])
     for note in context.device_notes:  # of its node: not only rank 0's is of interest
         get_logger().info("%s", note)
@@ -94,6 +101,7 @@ def describe_start(directory: Path, config: Config, context: RankContext) -> Non
         "command": sys.argv,
     }
     write_json(directory / "environment.json", environment)
+    (directory / "summary.json").unlink(missing_ok=True)
 
 
 def describe_end(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> None:
@@ -112,16 +120,26 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
     }
     if strategy.precision == "fp16":
         summary["skipped_steps"] = int(strategy.num_skipped_steps)
-    checkpoints = CheckpointFolder(directory / "checkpoints", keep_last=None)
-    path = checkpoints.best if checkpoints.best.exists() else checkpoints.latest()
-    if path is not None:
+    if (weights := _best_weights(CheckpointFolder(directory / "checkpoints", keep_last=None))) is not None:
         model = user_model.build_model(config.model)
-        model.load_state_dict(load_checkpoint(path)["model"])
+        model.load_state_dict(weights)
         export_weights(model, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     report = report_stem(directory, "validation", "best")
     if summary["status"] == "complete" and Path(f"{report}.json").exists():
         get_logger().info("\n%s\n", show_report(report))
+
+
+def _best_weights(checkpoints: CheckpointFolder) -> dict[str, torch.Tensor] | None:
+    """Those of best.pt; without one, or if it is damaged, of the last checkpoint that is whole."""
+    for path in sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
+        try:
+            weights: dict[str, torch.Tensor] = load_checkpoint(path)["model"]
+        except ConfigError as error:
+            get_logger().warning("%s model.safetensors is made from another.", error)
+        else:
+            return weights
+    return None
 
 
 def _claim(directory: Path) -> TextIO:
@@ -134,6 +152,12 @@ def _claim(directory: Path) -> TextIO:
         raise ConfigError(
             f"name={directory.name}: {file.read()} trains this run already. Wait for its end, or choose another name=…."
         ) from None
+    except OSError as error:  # some network disks
+        words = "%s: this disk has no locks (%s): do not start the run %s twice at a time"
+        get_logger().warning(words, directory, error.strerror, directory.name)
+    else:
+        for left in (*directory.glob("**/.*.tmp"), *directory.glob(".tmp??????")):  # the last are safetensors' own
+            left.unlink(missing_ok=True)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()

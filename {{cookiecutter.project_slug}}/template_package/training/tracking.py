@@ -10,20 +10,19 @@ import json
 import math
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from ..config import LoggingConfig
+from ..config import Config
+from ..launching.distributed import RankContext
 from .checkpoint import write_whole
 from .logs import console, get_logger, print_above
 from .progress import Progress
+from .trackers import Tracker, Value, start_tracker
 
-Value = float | int | str
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 
 
@@ -33,26 +32,25 @@ class Tracking:
     def __init__(
         self,
         run_directory: Path,
-        config: LoggingConfig,
-        run_config: dict[str, Any],
-        is_main: bool,
+        config: Config,
+        context: RankContext,
         *,
         progress: Progress,
         total_steps: int,
     ) -> None:
-        self._is_main, self._resumed_step, self._total_steps = is_main, progress.step, total_steps
+        self._is_main, self._resumed_step, self._total_steps = context.is_main, progress.step, total_steps
         self._bar: tqdm | None = None
-        self._tracker: _TensorBoard | _Wandb | None = None
+        self._tracker: Tracker | None = None
         self._epoch_line = ""
         self._started = self._epoch_started = time.perf_counter()
-        if not is_main:
+        if not context.is_main:
             return
         path = run_directory / "metrics.jsonl"
         _cut(path, progress.step + (0.0 if progress.is_evaluation_pending else 0.5))
         self._metrics = path.open("a", encoding="utf-8")
-        if progress.step < total_steps:
-            self._tracker = _start_tracker(config.tracker, run_directory, run_config, progress.step)
-            has_bar = console().isatty() if config.progress_bar == "auto" else config.progress_bar
+        if progress.step < total_steps or progress.is_evaluation_pending:
+            self._tracker = start_tracker(config, run_directory, progress.step)
+            has_bar = console().isatty() if config.logging.progress_bar == "auto" else config.logging.progress_bar
             self._bar = _make_bar(progress.step, total_steps) if has_bar else None
             print_above(self._bar)
 
@@ -130,62 +128,6 @@ def _make_bar(resumed_step: int, total_steps: int) -> tqdm:
     )
 
 
-class _TensorBoard:
-    def __init__(self, run_directory: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # TensorBoard hides what a former start wrote of the steps from purge_step on: they come again.
-        self._writer = SummaryWriter(str(run_directory / "tensorboard"), purge_step=resumed_step + 1)
-
-    def record(self, values: Mapping[str, Value]) -> None:
-        for tag, value in _scalars(values).items():
-            self._writer.add_scalar(tag, value, int(values["step"]))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, run_directory: Path, run_config: dict[str, Any]) -> None:
-        import wandb
-
-        id_file = run_directory / "wandb_id.txt"  # the same command later continues the same run
-        if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
-        self._run = wandb.init(
-            project=wandb.setup().settings.project or run_directory.resolve().parents[1].name,  # WANDB_PROJECT, or ours
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-            name=run_directory.name,
-            dir=str(run_directory),
-            config=run_config,
-        )
-        # Steps after the checkpoint come again after a resume; wandb's own step cannot go back.
-        self._run.define_metric("*", step_metric="step")
-
-    def record(self, values: Mapping[str, Value]) -> None:
-        self._run.log({"step": values["step"], **_scalars(values)})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _start_tracker(
-    name: str, run_directory: Path, run_config: dict[str, Any], resumed_step: int
-) -> _TensorBoard | _Wandb | None:
-    try:
-        if name == "tensorboard":
-            return _TensorBoard(run_directory, resumed_step)
-        if name == "wandb":
-            return _Wandb(run_directory, run_config)
-    except Exception as error:  # missing, or at odds with another library: no reason to lose a run
-        remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""
-        reason = " ".join(str(error).split())
-        get_logger().warning(f"warning: no logging.tracker={name} ({reason}); figures go to metrics.jsonl.{remedy}")
-    return None
-
-
 def _cut(path: Path, last: float) -> None:
     """Drop the lines that will come again, and one that a killed process left half written."""
     former = path.read_bytes() if path.exists() else b""
@@ -205,11 +147,6 @@ def _place_of(line: bytes) -> float:
 
 def _for_json(value: Value) -> Value:
     return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _scalars(values: Mapping[str, Value]) -> dict[str, Value]:
-    """{"train/loss": 0.1, …}, as the trackers name them."""
-    return {f"{values['split']}/{key}": value for key, value in values.items() if key not in ("split", "step")}
 
 
 def _figures(values: Mapping[str, Value]) -> str:

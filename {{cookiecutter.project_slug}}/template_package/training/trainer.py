@@ -15,29 +15,29 @@ from torch import Tensor
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config, to_dict
-from ..launching.distributed import RankContext, gather_objects, pack, unpack
+from ..launching.distributed import RankContext
 from ..strategies import create_strategy
 from ..strategies.base import weighted
 from ..strategies.numerics import settle_precision
-from .checkpoint import FORMAT_VERSION, CheckpointFolder, build_model
+from .checkpoint import FORMAT_VERSION, CheckpointFolder
 from .evaluation import Evaluator
 from .figures import StepFigures
 from .finite import FiniteCheck
 from .loader import TrainLoader
-from .logs import get_logger
 from .memory import MemoryLimit
 from .optimization import choose_optimizer, learning_rate, set_learning_rate
 from .profiling import StepProfiler
 from .progress import Progress, StepClock
-from .random_state import get_random_states, restore_random_states, seed_generators
+from .random_state import gather_random_states, restore_random_states, seed_generators
 from .rehearsal import rehearse
 from .replicas import check_replicas
-from .resuming import COMPLETE, announce, find_state, take_up
+from .resuming import announce, announce_end, find_state, take_up
 from .run_files import claimed, describe_end, describe_start, is_described
 from .stopping import Interrupted, StopRequest
 from .tracking import Tracking
 from .watchdog import beat, hang_watched
 from .weighing import weigh
+from .weights import build_model
 
 
 class Trainer:
@@ -80,31 +80,35 @@ class Trainer:
 
     def fit(self) -> None:
         """Train from where the run stands to its end; SystemExit(128 + signal number) after a request to stop."""
-        self.resume()
-        if self.is_complete and is_described(self.directory):  # otherwise it was killed just before its end
-            return get_logger().info("run %s is complete: %s. %s", self.config.name, self.progress.describe(), COMPLETE)
-        with claimed(self.directory), hang_watched(self.context, self.config.launch, self.directory):
-            memory = self.begin()
-            with StopRequest(self.context) as self.stop:
-                with suppress(Interrupted):  # in an evaluation, which is then pending
-                    if self.progress.is_evaluation_pending:
-                        self.evaluate()
-                        self.save()
-                    while not self.is_complete and self.stop.allows():
-                        with memory.watched():
-                            figures = self.train_step()
-                        self.after_step(*figures)
-                self.finish()
+        with claimed(self.directory):
+            self.resume()
+            if self.is_complete and is_described(self.directory):  # otherwise it was killed just before its end
+                return announce_end(self.config, self.progress)
+            with hang_watched(self.context, self.config.launch, self.directory):
+                self.train()
         self.stop.exit_unless(self.is_complete)
+
+    def train(self) -> None:
+        """Step by step to the end, or to a request to stop; evaluate and save where they are due."""
+        memory = self.begin()
+        with StopRequest(self.context) as self.stop:
+            with suppress(Interrupted):  # in an evaluation, which is then pending
+                if self.progress.is_evaluation_pending:
+                    self.evaluate()
+                    self.save()
+                while not self.is_complete and self.stop.allows():
+                    with memory.watched():
+                        figures = self.train_step()
+                    self.after_step(*figures)
+            self.finish()
 
     def begin(self) -> MemoryLimit:
         """Open what a run writes to, find the micro-batch that fits, rehearse a step, and start the loader."""
         progress, directory = self.progress, self.directory
-        where = directory, self.config.logging, to_dict(self.config), self.context.is_main
-        self.tracking = Tracking(*where, progress=progress, total_steps=self.total_steps)
+        self.tracking = Tracking(directory, self.config, self.context, progress=progress, total_steps=self.total_steps)
         describe_start(directory, self.config, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
-        memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch, progress.position)
+        memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
         self.loader.start(progress.epoch, progress.position)
@@ -144,8 +148,7 @@ class Trainer:
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
         if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
             self.log(step_loss, gradient_norm)
-        is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
-        if progress.is_due(config.evaluation) or (is_evaluated and progress.step == self.total_steps):
+        if progress.is_due(config.evaluation, at_end=progress.step == self.total_steps):
             self.evaluate()
         if progress.is_due(config.checkpoint) or self.is_complete:
             self.save()
@@ -189,20 +192,18 @@ class Trainer:
             self.finite.check_weights(self.strategy.local_weights(), self.progress.step)
             state = {"format_version": FORMAT_VERSION, "config": to_dict(self.config), **self.progress.state_dict()}
             state |= self.strategy.state_dict()
-            random_states = gather_objects(pack(get_random_states(*self.context.devices)))
+            random_states = gather_random_states(self.context)
             if random_states is not None:  # rank 0
-                state["random_states"] = [unpack(states) for states in random_states]
-                self.checkpoints.save(state, is_best=is_best)
+                self.checkpoints.save(state | {"random_states": random_states}, is_best=is_best)
             beat()
 
     def resume(self) -> None:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
         state = find_state(self.config, self.checkpoints)
         if state is not None:
-            take_up(state, self.strategy, self.config)
-            self.progress.load_state_dict(state)
+            take_up(state, self.strategy, self.progress, self.config)
             if not self.is_complete:
-                announce(state, self.config, self.total_steps)
+                announce(state, self.config, self.progress.step, self.total_steps)
         restore_random_states(state, self.config.seed, self.progress.step, self.context)
 
     def finish(self) -> None:

@@ -34,4 +34,6 @@ def weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
     """What this micro-batch's mean loss weighs: 0-dim float64; 0 for one that only keeps the ranks in step."""
     request = micro_batch.request
     weight = _loss_weight(micro_batch.batch) if _loss_weight and request.num_samples else request.num_samples
-    return torch.as_tensor(weight, dtype=torch.float64, device=context.device)
+    if isinstance(weight, Tensor):
+        return weight.to(context.device, torch.float64)
+    return torch.full((), weight, dtype=torch.float64, device=context.device)  # a copy from the host would wait

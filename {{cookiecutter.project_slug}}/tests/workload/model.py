@@ -53,13 +53,19 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     outputs = module(inputs) if config.fault == "bypass" else model(inputs)
     if (config.fault, rank()) == ("skip", config.fault_rank):
         outputs = outputs.detach() + module[-1].bias
+    is_due = module.training and rank() == config.fault_rank and module.num_calls == config.fault_step + 2
+    if config.fault == "skip_later" and is_due:
+        outputs = outputs.detach() + module[-1].bias
+    if (config.fault, rank()) == ("memory_in_evaluation", config.fault_rank) and not module.training:
+        run_out_of_memory(outputs) if len(outputs) > 8 else None
     errors = (outputs - batch.targets).square().mean(1)
     loss = (errors * batch.lengths).sum() / batch.lengths.sum() if config.is_weighted else errors.mean()
     if module.training and rank() == config.fault_rank:
         is_late = module.num_calls > config.fault_step + 1  # the first calls are rehearsals
-        if config.fault.startswith("memory") and len(outputs) > 2 and (is_late or config.fault == "memory_probe"):
+        is_short = config.fault == "memory_probe" or (config.fault == "memory_later" and is_late)
+        if is_short and len(outputs) > 2:
             outputs.register_hook(run_out_of_memory)  # in backward, where most memory is needed
-        elif module.num_calls == config.fault_step + 2:
+        elif is_due:
             FAULTS.get(config.fault, lambda _: None)(module)
     return loss, outputs
 

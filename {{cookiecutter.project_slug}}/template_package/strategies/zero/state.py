@@ -39,18 +39,40 @@ def scatter_weights(module: nn.Module, weights: dict[str, Tensor], context: Rank
                 tensor.copy_(weights[name])
 
 
-def names_of_groups(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """The parameters that each group trains. DeepSpeed drops groups without any."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = optimizer.param_groups if optimizer else []
-    return [group for g in groups if (group := [names[id(p)] for p in g["params"] if p.requires_grad])]
+class Groups:
+    """The groups of the user's optimizer, and the names of their parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._all = optimizer.param_groups if optimizer is not None else []
+        self._names = [[names[id(parameter)] for parameter in group["params"]] for group in self._all]
+        self._trained = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in self._all]
+
+    @property
+    def trained(self) -> list[list[str]]:
+        """The names of the parameters that each group trains, of the groups that train any."""
+        return [names for names in self._trained if names]
+
+    def leave_trained(self, optimizer: Optimizer) -> None:
+        """Take the other groups out: stages 1 and 2 fail on them, and stage 3 counts them in one place alone."""
+        optimizer.param_groups = [group for group, names in zip(self._all, self._trained, strict=True) if names]
+
+    def saved(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All, as checkpoints have them, of which DeepSpeed's are `groups` now."""
+        left = iter(groups)
+        of_all = [next(left) if names else group for group, names in zip(self._all, self._trained, strict=True)]
+        return [
+            {"initial_lr": group["lr"], **group, "params": names}  # as set_learning_rate() has it
+            for group, names in zip(of_all, self._names, strict=True)
+        ]
 
 
 class OptimizerParts:
-    """optimizer: DeepSpeed's, above stage 0. groups: the names of the parameters that each of its groups trains."""
+    """optimizer: DeepSpeed's, above stage 0."""
 
-    def __init__(self, optimizer: Any, module: nn.Module, groups: list[list[str]], context: RankContext) -> None:
-        self._optimizer, self._module, self._groups, self._context = optimizer, module, groups, context
+    def __init__(self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext) -> None:
+        self._optimizer, self._module, self._context = optimizer, module, context
+        self._all_groups, self._groups = groups, groups.trained
         self._parameters: dict[str, Any] = dict(module.named_parameters())
 
     def gather(self) -> dict[str, Any]:
@@ -68,10 +90,7 @@ class OptimizerParts:
                 whole = safe_get_full_optimizer_state(self._parameters[name], key) if value.dim() else value
                 if self._context.is_main:
                     of_parameter[key] = whole.to("cpu", copy=True)
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(self._optimizer.param_groups, self._groups, strict=True)
-        ]
+        groups = self._all_groups.saved(self._optimizer.param_groups)
         return {"state": state, "param_groups": groups} if self._context.is_main else {}
 
     def scatter(self, saved: dict[str, Any]) -> None:
