@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -191,6 +192,19 @@ def test_cookiecutter_with_torch_passes_and_leaves_nothing(template: Path, tmp_p
     assert f"Smoke test with {sys.executable}" in result.stdout
     assert files_of(tmp_path / "out") == files_of(tmp_path / "skipped")
     assert_ended_within(3, mark)  # Python's fork server takes a moment to see that its parent has gone
+
+
+@pytest.mark.smoke
+def test_default_project_reaches_its_accuracy_on_two_ranks_and_one_evaluates_it_the_same(
+    template: Path, tmp_path: Path
+) -> None:
+    project = bake(template, tmp_path)
+    for words in (["device_ids=cpu,cpu"], ["evaluate", "device_ids=cpu"]):
+        subprocess.run([sys.executable, "run.py", *words], cwd=project, check=True, capture_output=True, timeout=300)
+    best = json.loads((project / "runs" / "baseline" / "summary.json").read_text(encoding="utf-8"))["best"]
+    evaluation = json.loads((project / "runs" / "baseline" / "evaluation.json").read_text(encoding="utf-8"))
+    assert best["accuracy"] >= 0.97
+    assert evaluation["accuracy"] == best["accuracy"]
 
 
 @pytest.mark.smoke

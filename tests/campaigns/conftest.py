@@ -30,7 +30,7 @@ def is_long(request: pytest.FixtureRequest) -> bool:
 
 
 Report = Callable[..., None]
-ROWS = pytest.StashKey[list[tuple[str, int, int]]]()
+ROWS = pytest.StashKey[list[tuple[str, int, int, int | str]]]()
 TEXTS = pytest.StashKey[list[str]]()
 
 
@@ -40,10 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """Takes a row of the table, and what else is to be told of the campaign: report(fault, tried, survived, text)."""
+    """Takes a row of the table, and what else is to be told: report(fault, tried, survived, text, seed=of random)."""
 
-    def add(fault: str, tried: int, survived: int, text: str = "") -> None:
-        request.config.stash[ROWS].append((fault, tried, survived))
+    def add(fault: str, tried: int, survived: int, text: str = "", *, seed: int | str = "-") -> None:
+        request.config.stash[ROWS].append((fault, tried, survived, seed))
         request.config.stash[TEXTS].extend([text] if text else [])
 
     return add
@@ -54,15 +54,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     rows = config.stash[ROWS]
     if not rows:
         return
-    lines = [f"| {fault} | {tried} | {survived} | {tried - survived} |" for fault, tried, survived in rows]
-    table = "\n".join(["| fault | tried | survived | lost |", "|---|---:|---:|---:|", *lines])
+    lines = [
+        f"| {fault} | {tried} | {survived} | {tried - survived} | {seed} |" for fault, tried, survived, seed in rows
+    ]
+    table = "\n".join(["| fault | tried | survived | lost | seed |", "|---|---:|---:|---:|---:|", *lines])
     terminalreporter.write_line(f"\n{table}\n")
     if config.getoption("--long"):
         REPORTS.mkdir(parents=True, exist_ok=True)
         version = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
-        head = (
-            f"`make campaigns` on {date.today()}: {version}, {os.cpu_count()} cores. Seeds stand in tests/campaigns/."
-        )
+        head = f"`make campaigns` on {date.today()}: {version}, {os.cpu_count()} cores."
         text = "\n\n".join([head, table, *config.stash[TEXTS]])
         (REPORTS / "reliability.md").write_text(text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"written to {REPORTS / 'reliability.md'}")

@@ -34,7 +34,7 @@ def test_mutated_config_is_refused_in_words_or_trains(
 ) -> None:
     for name in ("model.py", "dataset.py"):  # the image example's, which check their values; the tests' own do not
         shutil.copy(project_tests.ROOT / project_tests.PACKAGE / name, tmp_path)
-    project, choose = make_project(tmp_path), random.Random(3)
+    project, choose = make_project(tmp_path), random.Random(seed := 3)
     original = (project.folder / "config.yaml").read_text(encoding="utf-8")
     keys = [key for key in dotted(yaml.safe_load(defaults(project_tests))) if key not in SPARED]
     num_cases, codes, rules, failures = (1_000 if is_long else 120), Counter[int](), Counter[str](), list[str]()
@@ -56,6 +56,7 @@ def test_mutated_config_is_refused_in_words_or_trains(
         f"## {num_cases} mutated configs\n\nTrained: {codes[0]}. Refused in one to three lines: {codes[2]}. "
         f"{len(rules)} rules did it, most often:\n\n"
         + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common(10)),
+        seed=seed,
     )
     assert not failures, "\n\n".join(failures[:5])
     assert codes[0] >= num_cases // 20

@@ -23,7 +23,7 @@ UNSHARE = ["unshare", "--map-root-user", "--mount"]
 def test_damaged_checkpoint_is_skipped_for_the_one_before(
     make_project: Callable[[Path], Any], is_long: bool, report: Report
 ) -> None:
-    project, choose = make_project(WORKLOAD), random.Random(5)
+    project, choose = make_project(WORKLOAD), random.Random(seed := 5)
     words = [*WORDS[1:], "device_ids=cpu"]
     project.run(*words, "name=undisturbed", "checkpoint.keep_last=null")
     last = max(project.directory("undisturbed").glob("checkpoints/step_*.pt"))
@@ -45,10 +45,9 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(
             assert_same(project, name)
             shutil.rmtree(project.directory(name))
         assert num_told == len(contents) or "flipped" in fault
-        text = (
-            f"## {fault}\n\n{num_told} of {len(contents)} were told; the others held the same numbers. All runs went on"
-        )
-        report(fault, len(contents), len(contents), f"{text} and ended with the same bits as an undisturbed one.")
+        text = f"{num_told} of {len(contents)} were told; the others held the same numbers. "
+        text = f"## {fault}\n\n{text}All runs went on and ended with the same bits as an undisturbed one."
+        report(fault, len(contents), len(contents), text, seed=seed)
 
 
 @pytest.mark.timeout(3600)
@@ -57,7 +56,7 @@ def test_disk_that_is_full_keeps_what_was_whole(
 ) -> None:
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("a file system of the test's own needs user namespaces")
-    project, choose = make_project(WORKLOAD), random.Random(6)
+    project, choose = make_project(WORKLOAD), random.Random(seed := 6)
     words = [*WORDS[1:], "device_ids=cpu"]
     project.run(*words, "name=undisturbed")
     tried = 12 if is_long else 1
@@ -71,12 +70,12 @@ def test_disk_that_is_full_keeps_what_was_whole(
         shutil.move(project.folder / "kept", project.directory(name))
         project.run(*words, f"name={name}")  # on a disk with room
         assert_same(project, name)
-    report("disk full at a random moment", tried, tried)
+    report("disk full at a random moment", tried, tried, seed=seed)
 
 
 @pytest.mark.timeout(3600)
 def test_disk_that_vanishes_ends_the_run(make_project: Callable[[Path], Any], is_long: bool, report: Report) -> None:
-    project, choose = make_project(WORKLOAD), random.Random(7)
+    project, choose = make_project(WORKLOAD), random.Random(seed := 7)
     words = [*WORDS, "training.epochs=1000", "name=run"]
     tried = 6 if is_long else 1
     for _ in range(tried):
@@ -91,4 +90,4 @@ def test_disk_that_vanishes_ends_the_run(make_project: Callable[[Path], Any], is
         assert "Traceback" not in errors
         shutil.rmtree(project.folder / "elsewhere")
         shutil.rmtree(project.folder / "runs", ignore_errors=True)
-    report("disk that vanishes during a run", tried, tried)
+    report("disk that vanishes during a run", tried, tried, seed=seed)

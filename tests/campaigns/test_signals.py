@@ -73,7 +73,7 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     is_long: bool,
     report: Report,
 ) -> None:
-    project, choose = make_project(WORKLOAD), random.Random(11)
+    project, choose = make_project(WORKLOAD), random.Random(seed := 11)
     project.run(*WORDS, "name=undisturbed")
     wanted = phases * (num_rounds if is_long else 1)
     tried, seconds, num_runs = Counter[str](), [0.0], 0
@@ -97,7 +97,8 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         "undisturbed run to the bit; no temporary file was left."
     )
     for phase in phases:
-        report(f"{fault} during {PHASES[phase]}", tried[phase], tried[phase], text if phase == phases[0] else "")
+        words = text if phase == phases[0] else ""
+        report(f"{fault} during {PHASES[phase]}", tried[phase], tried[phase], words, seed=seed)
     if is_long:
         assert min(tried[phase] for phase in phases) >= 5
 
