@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from template_package.launching.starting import escape_output, warm_up
+from template_package.launching.starting import escape_output, heed_ctrl_c, warm_up
 
 if TYPE_CHECKING:
     from template_package.config import Config
@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    heed_ctrl_c()
     escape_output()
     try:
         warm_up(sys.argv[1:], CONFIG)

@@ -14,8 +14,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from template_package.config import LoaderConfig
 from template_package.launching.distributed import RankContext
+from template_package.training.evaluation_loader import EvaluationLoader
 from template_package.training.fetching import MicroBatch
-from template_package.training.loader import EvaluationLoader, TrainLoader, epoch_order
+from template_package.training.loader import TrainLoader, epoch_order
 from template_package.validation import ConfigError
 
 
@@ -245,6 +246,22 @@ def test_what_collate_draws_in_a_worker_depends_on_the_batch_alone(workers: int)
     full = drawn(0, 5)
     assert drawn(0, 3, position=14) == full[-len(drawn(0, 3, position=14)) :], "as after a resume"
     assert len(set(full + drawn(1, 5))) == len(full) + len(drawn(1, 5)), "each its own"
+
+
+def test_rehearsals_and_evaluations_draw_nothing_from_the_runs_generators() -> None:
+    options: Any = {"global_batch_size": 7, "micro_batch_size": 3, "collate": noisy}
+    loader = TrainLoader(Squares(), LoaderConfig(num_workers=0), RankContext(), seed=5, **options)
+    evaluation = EvaluationLoader(
+        Squares(), LoaderConfig(num_workers=0), RankContext(), micro_batch_size=9, name="validation", collate=noisy
+    )
+    before = torch.get_rng_state()
+    loader.read_first(0, 0)
+    whole = [micro.request.indices for micro in evaluation]
+    evaluation.limit = 4
+    parts = [micro.request for micro in evaluation]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert max(len(part.indices) for part in parts) <= 4 and sum(part.is_last for part in parts) == len(whole)
+    assert sorted(chain(*(part.indices for part in parts))) == list(range(23))
 
 
 def test_first_read_is_the_largest_of_its_step_and_its_indices_are_not_searched_for_tensors() -> None:

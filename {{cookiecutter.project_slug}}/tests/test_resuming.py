@@ -158,10 +158,24 @@ def test_best_checkpoint_is_the_runs_too_where_it_is_the_only_one(project: Proje
     project.rewind("run", 0, "resumed")
     assert "checkpoint.resume=never" in project.run(*words, "name=resumed", "checkpoint.resume=never", code=2)
     assert "learning_rate: 0.01 -> 1.0" in project.run(*words, "name=resumed", "optimizer.learning_rate=1", code=2)
-    if best == 21:  # nothing would be left to train
-        return
-    assert f"resuming after step {best}" in project.run(*words, "name=resumed")
+    (project.directory("resumed") / "summary.json").unlink()  # a killed run has none
+    assert best == 21 or f"resuming after step {best}" in project.run(*words, "name=resumed")
+    project.run(*words, "name=resumed")
     assert_equal(project.checkpoint("run", 21), project.checkpoint("resumed", 21))
+
+
+def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_too(project: Project) -> None:
+    project.run("evaluation.every_epochs=3")
+    project.rewind("run", 0, "resumed")
+    (project.directory("resumed") / "summary.json").unlink()
+    project.run("evaluation.every_epochs=3", "name=resumed")
+    assert_equal(project.checkpoint("run", 21)["model"], project.checkpoint("resumed", 21)["model"])
+
+
+def test_steps_of_the_runs_own_checkpoints_are_never_counted_anew(project: Project) -> None:
+    project.run("training.epochs=2")
+    project.edit("dataset.py", "kind(config, config.num_samples, 1", "kind(config, config.num_samples - 13, 1")
+    assert "resuming after step 14 of" in project.run()  # 6 steps an epoch now, were it 12
 
 
 def test_initial_weights_are_what_training_begins_with(project: Project) -> None:

@@ -133,9 +133,13 @@ def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
 
 
 def test_parameter_without_gradient_in_a_later_step_is_named_before_the_step_is_made(project: Project) -> None:
-    words = ("device_ids=cpu,cpu", "model.fault=skip_later", "checkpoint.every_steps=1")
+    words = ("device_ids=cpu,cpu", "model.fault=skip_later", "checkpoint.every_steps=1", "launch.debug=true")
     output = project.run(*words, code=2)
-    assert "0.weight" in output and "ddp.find_unused_parameters=true" in output and "Traceback" not in output
+    assert (
+        "0.weight, 0.bias, 3.weight, 3.bias, 5.weight got no gradient" in output
+        and "ddp.find_unused_parameters=true" in output
+        and "Traceback" not in output
+    )
     last = max((project.directory("run") / "checkpoints").glob("step_*.pt"))
     assert last.stem == "step_00000002", "step 3 had gradients that were not averaged"
 

@@ -21,7 +21,7 @@ from ..launching.launcher import find_node, launch
 from ..strategies.base import Strategy
 from ..training.checkpoint import write_whole
 from ..training.evaluation import AUTO_MICRO_BATCH_SIZE
-from ..training.loader import EvaluationLoader
+from ..training.evaluation_loader import EvaluationLoader
 from ..training.logs import get_logger, rank_logs
 from ..training.report import align
 from ..training.run_files import run_directory

@@ -27,7 +27,7 @@ from .network import choose_interface
 from .nodes import Nodes, ask
 from .processes import OUT_OF_MEMORY, STOPPED, run_processes
 from .ranks import RunFunction, go_on, print_failure, run_launched_rank, run_rank_here, run_started_rank
-from .starting import PARENT_AT_START, die_with_parent, process_started_at
+from .starting import PARENT_AT_START, die_with_parent, process_started_at, raise_if_interrupted
 
 ONE_PROCESS = ("data_parallel",)
 """Strategies whose single process drives all devices."""
@@ -70,6 +70,7 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
+    raise_if_interrupted()
     places = [_place(node, local_rank, world_size) for local_rank in range(node.num_local_ranks)]
     if node.launched is not None:
         return run_launched_rank(run_fn, config, places[node.launched.local_rank], node.launched)

@@ -17,6 +17,7 @@ from io import TextIOWrapper
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FrameType
 
 from .environment import launcher_of
 
@@ -63,6 +64,27 @@ def die_with_pipe(descriptor: int) -> None:
             os._exit(1)
     else:
         threading.Thread(target=lambda: wait([descriptor]) and os._exit(1), daemon=True).start()
+
+
+_is_interrupted = False
+
+
+def heed_ctrl_c() -> None:
+    """From now on a Ctrl-C is noted too: one that comes while something is imported, Python may drop with a warning."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        global _is_interrupted  # noqa: PLW0603 - as a signal is
+        _is_interrupted = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note)
+
+
+def raise_if_interrupted() -> None:
+    """KeyboardInterrupt if one was dropped."""
+    if _is_interrupted:
+        raise KeyboardInterrupt
 
 
 def escape_output() -> None:

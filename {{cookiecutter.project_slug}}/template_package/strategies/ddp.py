@@ -87,7 +87,7 @@ def check_averaged(model: DistributedDataParallel, module: nn.Module) -> None:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
         if indices is None:
             raise
         raise _no_gradient([names[int(index)] for index in indices[1].split()]) from None

@@ -65,10 +65,13 @@ class FullyShardedStrategy(Strategy):
                 )
         for unit in [*self._units(module), module]:
             self._receive(unit)
-            precise, dtype = self._precise(unit)
-            if precise:
-                self._shard(precise, None, reshard_after_forward=False)  # they are small, and needed here and there
-            self._root = self._shard(unit, dtype, reshard_after_forward=self._reshard_after_forward)
+            self._root = fully_shard(
+                unit,
+                mesh=self._mesh,
+                reshard_after_forward=self._reshard_after_forward,
+                mp_policy=self._policy(unit),
+                offload_policy=self._offload,
+            )
         self.synchronize_buffers()
         return module
 
@@ -133,29 +136,15 @@ class FullyShardedStrategy(Strategy):
             if is_big and _has_forward(unit) and _is_alone(unit, num_uses):
                 yield unit
 
-    def _precise(self, unit: nn.Module) -> tuple[list[nn.Module], torch.dtype | None]:
-        """The modules in a unit that need their weights as they are, and the type that the others are gathered in.
-
-        Autocast says what is computed in 16 bits, as under every strategy; the rest sees the type of the weights. Thus
-        only weights that autocast would round itself are gathered so; None if they cannot be told from the rest.
+    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
+        """Autocast says what is computed in 16 bits, as under every strategy, and all else in the type of the weights:
+        so only a unit whose weights autocast would round itself is gathered so.
         """
-        num_uses = _count_uses(unit)
         owners = [module for module in unit.modules() if any(map(_is_plain, module.parameters(recurse=False)))]
-        precise = [module for module in owners if not _is_rounded(module)]
-        can_be_apart = all(m is not unit and _has_forward(m) and _is_alone(m, num_uses) for m in precise)
-        if self.precision == "fp32" or not can_be_apart or len(precise) == len(owners):
-            return [], None
-        return precise, torch.bfloat16 if self.precision == "bf16" else torch.float16
-
-    def _shard(self, modules: Any, dtype: torch.dtype | None, *, reshard_after_forward: bool) -> Any:
-        """Let the ranks hold parts of a module's weights, or of several modules', which are gathered together."""
-        return fully_shard(
-            modules,
-            mesh=self._mesh,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False),
-            offload_policy=self._offload,
-        )
+        if self.precision == "fp32" or not all(map(_is_rounded, owners)):
+            return MixedPrecisionPolicy()
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def _receive(self, unit: nn.Module) -> None:
         """Put rank 0's weights of one unit on this rank's device, whole."""

@@ -106,7 +106,7 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is not one."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # unlike Path's these raise nothing
         raise ConfigError(f"checkpoint {path} is no file. Name a checkpoint of a run.")
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from ..config import Config
 from ..launching.distributed import RankContext, all_reduce
 from ..strategies.base import Strategy
 from ..validation import ConfigError
+from .evaluation_loader import EvaluationLoader
 from .fetching import MicroBatch
-from .loader import EvaluationLoader
 from .logs import get_logger
 from .memory import is_out_of_memory
 from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
@@ -46,8 +45,6 @@ class Evaluator:
         self._metrics = keep_apart(user_model.build_metrics(config.model).to(context.device))
         self._context, self._split, self.num_samples = context, name, self._loader.num_samples
         self._label_names: list[str] | None = getattr(dataset, "label_names", None)
-        self._limit = sys.maxsize
-        """Samples of a forward pass, once more did not fit on this rank."""
         self._matrix: list[list[int]] | None = None
         """The last run's confusion matrix, if there is a metric of that name."""
 
@@ -76,10 +73,12 @@ class Evaluator:
         strategy.synchronize_buffers()
         strategy.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
+        is_asked = True
         for micro_batch in self._loader:
             beat()
-            if not may_go_on():
+            if is_asked and not may_go_on():
                 raise Interrupted
+            is_asked = micro_batch.request.is_last  # as often on every rank, however small its parts
             for part in self._parts(strategy, micro_batch):
                 totals += part
         strategy.module.train()
@@ -98,26 +97,30 @@ class Evaluator:
     def _parts(self, strategy: Strategy, micro_batch: MicroBatch) -> Iterator[Tensor]:
         """(2,) float64, loss x weight and weight, of a micro-batch; of its parts, once memory has run out here."""
         size = len(micro_batch.request.indices)
-        if size <= self._limit:
-            try:
-                yield self._count(strategy, micro_batch)
-                return
-            except RuntimeError as error:
-                if not is_out_of_memory(error) or size == 1 or strategy.has_collective_forward:
-                    error.add_note(f"in evaluation, with {size} samples: lower evaluation.micro_batch_size")
-                    raise
-            self._limit = -(-size // 2)
-            words = "rank %d: out of memory in evaluation with %d samples, trying %d"
-            get_logger().warning(words, self._context.rank, size, self._limit)
-        for part in self._loader.parts(micro_batch.request, self._limit):
-            yield from self._parts(strategy, part)
+        results = self._forward(strategy, micro_batch) if size <= self._loader.limit else None
+        if results is None:
+            for part in self._loader.parts(micro_batch.request):
+                yield from self._parts(strategy, part)
+        elif micro_batch.request.num_samples:
+            loss, outputs = results
+            weight = weight_of(micro_batch, self._context)
+            if len(self._metrics):
+                user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
+            yield torch.stack([loss.double() * weight, weight])
 
-    def _count(self, strategy: Strategy, micro_batch: MicroBatch) -> Tensor:
-        with strategy.autocast():
-            loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
-        if not micro_batch.request.num_samples:
-            return torch.zeros(2, dtype=torch.float64, device=self._context.device)
-        weight = weight_of(micro_batch, self._context)
-        if len(self._metrics):
-            user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
-        return torch.stack([loss.double() * weight, weight])
+    def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """Loss and outputs; None if memory has run out and half the samples may fit."""
+        size = len(micro_batch.request.indices)
+        try:
+            with strategy.autocast():
+                return user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if size == 1 or strategy.has_collective_forward:
+                error.add_note(f"in evaluation, with {size} of evaluation.micro_batch_size samples")
+                raise
+        self._loader.limit = -(-size // 2)
+        words = "rank %d: out of memory in evaluation with %d samples, trying %d"
+        get_logger().warning(words, self._context.rank, size, self._loader.limit)
+        return None

@@ -7,6 +7,7 @@ matters. What a collate function draws is the micro-batch's own, wherever it is 
 from __future__ import annotations
 
 import atexit
+import copy
 import multiprocessing
 import os
 import signal
@@ -60,12 +61,22 @@ class Fetcher(Dataset[MicroBatch]):
     rank, in any worker and at any position. A data set whose `__getitems__` returns a whole batch is asked once for it.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate | None, seed: int) -> None:
-        self._dataset, self._collate, self.seed = dataset, collate or default_collate, seed
+    def __init__(self, dataset: Dataset[Any], collate: Collate | None, seed: int, *, draws_alone: bool = False) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
         self._epoch: int | None = None
+        self.draws_alone = draws_alone
+        """What draws from the rank's generators at its step resumes with them (collate, `__getitems__`). Read ahead, or
+        in a worker, it draws from a seed of its own."""
         self.hands_out_batches = _hands_out_batches(dataset)
 
     def __getitem__(self, request: Request) -> MicroBatch:
+        if not self.draws_alone:
+            return self._read(request)
+        with cpu_generators_put_back():
+            seed_cpu_generators(mix(self._seed, request.epoch, -3 - request.indices[0]))
+            return self._read(request)
+
+    def _read(self, request: Request) -> MicroBatch:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             if hasattr(self._dataset, "set_epoch"):
@@ -89,7 +100,7 @@ class Fetcher(Dataset[MicroBatch]):
         items = []
         with cpu_generators_put_back():
             for index in request.indices:
-                seed_cpu_generators(mix(self.seed, request.epoch, index))
+                seed_cpu_generators(mix(self._seed, request.epoch, index))
                 try:
                     items.append(self._dataset[index])
                 except Exception as error:
@@ -123,20 +134,6 @@ def _form(item: Any) -> str:
     return type(item).__name__
 
 
-class _ReadAhead(Dataset[MicroBatch]):
-    """A fetcher for micro-batches that are read before their step. What draws from the rank's generators at its step
-    resumes with them (collate, `__getitems__`); read ahead, or in a worker, it gets a seed of its own here.
-    """
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
-
-    def __getitem__(self, request: Request) -> MicroBatch:
-        with cpu_generators_put_back():
-            seed_cpu_generators(mix(self._fetcher.seed, request.epoch, -3 - request.indices[0]))
-            return self._fetcher[request]
-
-
 def read_batches(
     fetcher: Fetcher, requests: Iterable[Request], config: LoaderConfig, context: RankContext
 ) -> Iterator[MicroBatch]:
@@ -144,8 +141,10 @@ def read_batches(
     num_workers = _num_workers(config, fetcher, context)
     if context.device.type == "cpu" and num_workers == 0:
         return (fetcher[request] for request in requests)
+    ahead = copy.copy(fetcher)
+    ahead.draws_alone = True
     loader: DataLoader[MicroBatch] = DataLoader(
-        _ReadAhead(fetcher),
+        ahead,
         batch_size=None,  # a request is a whole micro-batch already
         collate_fn=cast(Any, _as_it_is),  # torch's own would turn tuples into lists, and arrays into tensors
         sampler=cast(Any, requests),

@@ -18,7 +18,7 @@ from ..config import LoaderConfig
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
 from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
-from .random_state import mix
+from .random_state import cpu_generators_put_back, mix
 
 BLOCK = 65_536
 """Indices of the epoch's order that are turned from a tensor into Python numbers at a time."""
@@ -111,7 +111,8 @@ class TrainLoader:
         """The largest micro-batch of this rank's next step, for a rehearsal; what steps will read is not touched."""
         request = max(self._requests_of_step(epoch, position), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
-        (micro_batch,) = read_batches(self._fetcher, [request], self._config, self._context)
+        with cpu_generators_put_back():  # a start more or less must not shift what is drawn
+            (micro_batch,) = read_batches(self._fetcher, [request], self._config, self._context)
         return micro_batch
 
     def mean_over_epoch(self, sum_of_losses: float, num_steps: int, last_loss: float) -> float:
@@ -157,42 +158,6 @@ class TrainLoader:
         for number, piece in enumerate(cut(share, self.micro_batch_size, num_pieces=num_pieces), start=1):
             weight = len(piece) * world_size / size
             yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
-
-
-class EvaluationLoader:
-    """Each sample of a data set once, over all ranks; every rank runs the same number of batches.
-
-    A rank whose part is shorter repeats its first index with num_samples 0: forward passes may hold collectives (FSDP).
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, micro_batch_size: int,
-        name: str, collate: Collate | None = None,
-    ) -> None:  # fmt: skip
-        self.num_samples = check_dataset(dataset, name)
-        self._context, self._config, self.micro_batch_size = context, config, micro_batch_size
-        self._order, lengths = torch.arange(self.num_samples), lengths_of(dataset)
-        if lengths is not None:  # like lengths together, and of each some on every rank
-            order = lengths.argsort(stable=True)
-            self._order = torch.cat([order[rank :: context.world_size] for rank in range(context.world_size)])
-        self._fetcher = Fetcher(dataset, collate, seed=0)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        yield from read_batches(self._fetcher, self._requests(), self._config, self._context)
-
-    def parts(self, request: Request, size: int) -> Iterator[MicroBatch]:
-        """The samples of one micro-batch again, in pieces of at most `size`."""
-        pieces = cut(request.indices, size, num_pieces=-(-len(request.indices) // size))
-        requests = [Request(0, piece, len(piece), float(len(piece)), is_last=False) for piece in pieces]
-        return read_batches(self._fetcher, requests, self._config, self._context)
-
-    def _requests(self) -> Iterator[Request]:
-        world_size = self._context.world_size
-        first, last = split_evenly(self.num_samples, world_size, self._context.rank)
-        largest_part = -(-self.num_samples // world_size)
-        num_batches = -(-largest_part // self.micro_batch_size)
-        for piece in cut(self._order[first:last].tolist(), self.micro_batch_size, num_pieces=num_batches):
-            yield Request(0, piece or [0], len(piece), float(len(piece)), is_last=False)
 
 
 def lengths_of(dataset: Any) -> Tensor | None:

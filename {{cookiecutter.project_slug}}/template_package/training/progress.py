@@ -30,6 +30,8 @@ class Progress:
     epochs_without_improvement: int = 0
     is_evaluation_pending: bool = False
     """An evaluation after this step was begun and not ended."""
+    saved_step: int | None = None
+    """Of the last checkpoint in this run's folder, best.pt aside."""
 
     def describe(self) -> str:
         """`260 steps, 13 epochs, best accuracy 0.9889 at step 100`"""
@@ -103,15 +105,21 @@ class Progress:
             "best": self.best,
         }
 
+    def count_anew(self) -> None:
+        """After another run's checkpoint, whose steps may be others: its place in the epochs holds."""
+        size = self.global_batch_size
+        self.position -= self.position % size
+        self.step = self.epoch * -(-self.num_samples // size) + self.position // size
+
+    def is_stale(self, patience: int | None) -> bool:
+        """Whether no evaluation has been better for so many epochs."""
+        return patience is not None and self.epochs_without_improvement >= patience
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
         if self.position >= self.num_samples:  # the file of a run on more data
             self.epoch, self.position = self.epoch + 1, 0
-        # That of a run with another batch size, or more data, counted other steps. Its place in the epochs holds.
-        size = self.global_batch_size
-        self.position -= self.position % size
-        self.step = self.epoch * -(-self.num_samples // size) + self.position // size
         self.best = state["best"]
         self.best_epoch = state["early_stopping"]["best_epoch"]
         self.epochs_without_improvement = state["early_stopping"]["epochs_without_improvement"]

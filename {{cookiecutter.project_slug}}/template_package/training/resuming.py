@@ -32,6 +32,9 @@ def take_up(state: dict[str, Any], strategy: Strategy, progress: Progress, confi
     with configured(strategy.optimizer):  # a run that starts from another's file has settings of its own
         strategy.load_state_dict(state)
     progress.load_state_dict(state)
+    if state["origin"] == "another run":
+        progress.count_anew()
+    progress.saved_step = progress.step if state["origin"] == "step" else None
 
 
 def announce(state: dict[str, Any], config: Config, step: int, total_steps: int) -> None:
@@ -75,7 +78,8 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
         check_same_values(state["config"], to_dict(config), ("optimizer.name",), f"checkpoint.resume={resume}", remedy)
         check_same_values(state["config"], to_dict(config), ("model",), f"checkpoint.resume={resume}")
         early_stopping = {"best_epoch": state["epoch"], "epochs_without_improvement": 0}
-        return state | {"best": None, "early_stopping": early_stopping}  # they are the other run's
+        own = {"best": None, "early_stopping": early_stopping}  # not the other run's
+        return state | own | {"origin": "another run"}
     if resume == "never":
         raise ConfigError(
             f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "
@@ -93,7 +97,7 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
                 f"checkpoint.resume={resume}: {checkpoints.folder} holds checkpoints of a run that began otherwise. "
                 "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
             )
-        return state
+        return state | {"origin": "best" if path == checkpoints.best else "step"}
     raise ConfigError(f"{checkpoints.folder}: none of its {len(paths)} checkpoints can be read. Choose another name=….")
 
 

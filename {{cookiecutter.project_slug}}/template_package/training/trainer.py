@@ -74,8 +74,7 @@ class Trainer:
     @property
     def is_complete(self) -> bool:
         """Whether all steps are done, or early stopping ended the run before."""
-        patience = self.config.training.early_stopping_epochs
-        is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
+        is_stale = self.progress.is_stale(self.config.training.early_stopping_epochs)
         return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
@@ -195,6 +194,7 @@ class Trainer:
             random_states = gather_random_states(self.context)
             if random_states is not None:  # rank 0
                 self.checkpoints.save(state | {"random_states": random_states}, is_best=is_best)
+            self.progress.saved_step = self.progress.saved_step if is_best else self.progress.step
             beat()
 
     def resume(self) -> None:
@@ -209,7 +209,7 @@ class Trainer:
     def finish(self) -> None:
         """Save what is not complete; end the loader's workers and the tracker; write summary and best weights."""
         times = self.clock.summary(self.progress.num_samples_seen)
-        if not self.is_complete:
+        if not self.is_complete or self.progress.saved_step != self.progress.step:
             self.save()
         self.loader.close()
         self.profiler.finish()
