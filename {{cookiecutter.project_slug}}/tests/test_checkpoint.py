@@ -14,7 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from template_package.training.checkpoint import KEYS, CheckpointFolder, load_checkpoint, write_whole
+from template_package.training.checkpoint import (
+    KEYS,
+    CheckpointFolder,
+    load_checkpoint,
+    write_whole,
+)
 from template_package.training.checksum import checksum
 from template_package.training.random_state import (
     get_random_states,
