@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 
 from template_package.commands.smoke import loose_parts
 
-from conftest import Project
+from conftest import Project, clean_environment
 
 
 def test_what_pytorch_finds_is_no_loose_part() -> None:
@@ -70,3 +73,10 @@ def test_what_the_terminal_cannot_show_is_escaped_by_every_process(project: Proj
     assert process.returncode == 0, errors
     assert "\\u65e5\\u672c \\u2026\n" in printed
     assert "日本 …\n" in (project.directory("run") / "logs" / "rank_0.log").read_text(encoding="utf-8")
+
+
+def test_a_run_whose_output_is_closed_trains(project: Project) -> None:
+    words = ("run.py", "device_ids=cpu,cpu", "training.max_steps=1", "name=run")
+    closed = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, *words]
+    assert subprocess.run(closed, cwd=project.folder, env=clean_environment(), timeout=100, check=False).returncode == 0
+    assert json.loads((project.directory("run") / "summary.json").read_text(encoding="utf-8"))["status"] == "complete"

@@ -88,7 +88,13 @@ def raise_if_interrupted() -> None:
 
 
 def escape_output() -> None:
-    """Print characters that the encoding of stdout lacks as \\u…, here and in all processes that this one starts."""
+    """Print characters that the encoding of stdout lacks as \\u…, here and in all processes that this one starts.
+    What is printed to a closed one (`nohup … >&- &`) goes nowhere.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() takes the lowest that is free
+            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", encoding="utf-8"))
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
         os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"

@@ -21,7 +21,7 @@ from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext, changed_environment, launch_variables
 from ..validation import ConfigError
 from .base import BuildOptimizer, weighted
-from .ddp import DistributedDataParallelStrategy, check_averaged
+from .ddp import DistributedDataParallelStrategy
 
 
 class AccelerateStrategy(DistributedDataParallelStrategy):
@@ -67,8 +67,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """As the base's."""
-        if self.context.world_size > 1:
-            check_averaged(self.model, self.module)
+        self._check_averaged()
         norm: Tensor | None = None
         if max_gradient_norm is not None:
             norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_gradient_norm)

@@ -52,7 +52,7 @@ class DistributedDataParallelStrategy(Strategy):
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """As the base, once DDP has averaged all gradients: it has not if a parameter got none in this step."""
-        check_averaged(self.model, self.module)
+        self._check_averaged()
         return super().optimizer_step(max_gradient_norm)
 
     def synchronize_buffers(self) -> None:
@@ -80,17 +80,18 @@ class DistributedDataParallelStrategy(Strategy):
         self.synchronize_buffers()
         return super().state_dict()
 
-
-def check_averaged(model: DistributedDataParallel, module: nn.Module) -> None:
-    """ConfigError that names the parameters for whose gradients DDP still waits, so that it has averaged none."""
-    try:
-        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-        indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if indices is None:
-            raise
-        raise _no_gradient([names[int(index)] for index in indices[1].split()]) from None
+    def _check_averaged(self) -> None:
+        """ConfigError that names the parameters for whose gradients DDP still waits, so that it has averaged none."""
+        if not isinstance(self.model, DistributedDataParallel):  # another library averages, or there is one rank
+            return
+        try:
+            self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            indices = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if indices is None:
+                raise
+            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            raise _no_gradient([names[int(index)] for index in indices[1].split()]) from None
 
 
 def _no_gradient(names: list[str]) -> ConfigError:

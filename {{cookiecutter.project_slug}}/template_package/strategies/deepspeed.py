@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..config import DdpConfig, DeepspeedConfig, TrainingConfig
 from ..launching.distributed import RankContext, join_alone
 from ..validation import ConfigError
-from .base import BuildOptimizer, Strategy, weighted
+from .base import BuildOptimizer, weighted
 from .ddp import DistributedDataParallelStrategy
 from .numerics import checkpoint_activations, synchronize_batchnorm
 from .zero.gradients import GradientWatch
@@ -95,7 +95,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """As the base's, which it is in stage 0: DeepSpeed has averaged the gradients, and that is all."""
         if self._stage == 0:
-            return Strategy.optimizer_step(self, max_gradient_norm)
+            return super().optimizer_step(max_gradient_norm)
         self.model.step()
         is_skipped = bool(self.optimizer.overflow)
         if self.scaler.is_enabled():

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from ..config import DdpConfig, TrainingConfig
 from ..launching.distributed import RankContext, barrier, before_leaving, broadcast_object, changed_environment
 from ..validation import ConfigError, is_loopback
-from .base import BuildOptimizer, Strategy
+from .base import BuildOptimizer
 from .ddp import DistributedDataParallelStrategy
 
 REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)
@@ -84,10 +84,6 @@ class HorovodStrategy(DistributedDataParallelStrategy):
             if not self._is_rehearsal:  # which asks when all ranks have gone through it
                 self.check_gradients()
             self._reducer.synchronize()  # gives zeros to those without
-
-    def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """As the base."""
-        return Strategy.optimizer_step(self, max_gradient_norm)
 
     def check_gradients(self) -> None:
         """ConfigError that names the parameters without a gradient on this rank: their weights would decay all the
