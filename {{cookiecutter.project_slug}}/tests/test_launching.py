@@ -13,6 +13,7 @@ from template_package.config import Config, LaunchConfig, load_config
 from template_package.launching.environment import Launched, find_launcher
 from template_package.launching.launcher import find_node
 from template_package.launching.network import choose_interface
+from template_package.launching.starting import num_usable_cores
 from template_package.validation import ConfigError
 
 from conftest import ROOT, Project
@@ -34,6 +35,17 @@ MEETING = LaunchConfig(master_addr="10.0.0.1", master_port=29500)
 def config(device_ids: object, **launch: object) -> Config:
     base = load_config(Path(ROOT / "config.yaml"))
     return replace(base, device_ids=device_ids, launch=replace(base.launch, **launch))  # type: ignore[arg-type]
+
+
+def test_ranks_start_as_asked_and_share_the_cores(project: Project) -> None:
+    told = "print(type(multiprocessing.current_process()).__name__, torch.get_num_threads(), flush=True)"
+    project.edit("model.py", "    model: Any = nn", f"    import multiprocessing\n    {told}\n    model: Any = nn")
+    share = max(1, num_usable_cores() // 2)
+    for method, kind in (("auto", "ForkServerProcess"), ("spawn", "SpawnProcess")):
+        words = (f"name={method}", "device_ids=cpu,cpu", "training.max_steps=1", f"launch.start_method={method}")
+        assert f"{kind} {share}\n" in project.run(*words)
+        log = project.directory(method) / "logs" / "rank_1.log"
+        assert f"{kind} {share}\n" in log.read_text(encoding="utf-8")
 
 
 def test_debug_trains(project: Project) -> None:

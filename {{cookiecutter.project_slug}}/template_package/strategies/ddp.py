@@ -62,9 +62,9 @@ class DistributedDataParallelStrategy(Strategy):
                 dist.broadcast(buffer, src=0)
 
     def check_gradients(self) -> None:
-        """ConfigError that names the parameters without a gradient: DDP would wait for them in every step."""
+        """ConfigError that names the parameters without a gradient, if DDP would wait for them in every step."""
         unused = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-        if unused and not self._options.find_unused_parameters:
+        if unused and not (self._options.find_unused_parameters or self._options.static_graph):
             raise _no_gradient(unused)
 
     def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
