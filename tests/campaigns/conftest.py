@@ -7,7 +7,11 @@ import importlib.util
 import os
 import platform
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from types import ModuleType
@@ -29,41 +33,70 @@ def is_long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))
 
 
+@dataclass
+class Tries:
+    """How often a fault was tried, and why what was lost was lost."""
+
+    count: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def one(self, what: str) -> Iterator[None]:
+        """The body is one try. If it fails, that is noted, and the next ones are made all the same."""
+        self.count += 1
+        try:
+            yield
+        except Exception:
+            self.failures.append(f"{what}: {traceback.format_exc()[-3000:]}")
+
+
 Report = Callable[..., None]
-ROWS = pytest.StashKey[list[tuple[str, int, int, int | str]]]()
+ROWS = pytest.StashKey[list[str]]()
 TEXTS = pytest.StashKey[list[str]]()
+STARTED = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS], config.stash[TEXTS] = [], []
+    config.stash[ROWS], config.stash[TEXTS], config.stash[STARTED] = [], [], time.monotonic()
 
 
 @pytest.fixture
-def report(request: pytest.FixtureRequest) -> Report:
-    """Takes a row of the table, and what else is to be told: report(fault, tried, survived, text, seed=of random)."""
+def report(request: pytest.FixtureRequest) -> Iterator[Report]:
+    """Takes a row of the table, and what else is to be told: report(fault, tries, text, seed=of random).
 
-    def add(fault: str, tried: int, survived: int, text: str = "", *, seed: int | str = "-") -> None:
-        request.config.stash[ROWS].append((fault, tried, survived, seed))
+    The test fails at its end if a row has losses.
+    """
+    failures: list[str] = []
+
+    def add(fault: str, tries: Tries, text: str = "", *, seed: int | str = "-") -> None:
+        lost = len(tries.failures)
+        row = f"| {fault} | {tries.count} | {tries.count - lost} | {lost} | {seed} |"
+        request.config.stash[ROWS].append(row)
         request.config.stash[TEXTS].extend([text] if text else [])
+        failures.extend(f"{fault}, {failure}" for failure in tries.failures)
 
-    return add
+    yield add
+    assert not failures, "\n\n".join(failures[:5])
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table of faults; after `make campaigns`, write it to build/campaigns/ too."""
+    """Print the table of faults; `make campaigns` writes it to build/campaigns/ too, for docs/."""
     rows = config.stash[ROWS]
     if not rows:
         return
-    lines = [
-        f"| {fault} | {tried} | {survived} | {tried - survived} | {seed} |" for fault, tried, survived, seed in rows
-    ]
-    table = "\n".join(["| fault | tried | survived | lost | seed |", "|---|---:|---:|---:|---:|", *lines])
+    table = "\n".join(["| fault | tried | survived | lost | seed |", "|---|---:|---:|---:|---:|", *rows])
     terminalreporter.write_line(f"\n{table}\n")
     if config.getoption("--long"):
+        minutes = round((time.monotonic() - config.stash[STARTED]) / 60)
+        versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+        head = (
+            f"# Faults that were injected\n\n`make campaigns` ({minutes} minutes) on {date.today()}: {versions}, "
+            f"{os.cpu_count()} cores. The seed is that of Python's `random.Random`; - stands where nothing is drawn."
+        )
+        failed = [outcome.nodeid for kind in ("failed", "error") for outcome in terminalreporter.getreports(kind)]
+        failed = [f"Failed: {', '.join(failed)}"] if failed else []
         REPORTS.mkdir(parents=True, exist_ok=True)
-        version = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
-        head = f"`make campaigns` on {date.today()}: {version}, {os.cpu_count()} cores."
-        text = "\n\n".join([head, table, *config.stash[TEXTS]])
+        text = "\n\n".join([head, *failed, table, *config.stash[TEXTS]])
         (REPORTS / "reliability.md").write_text(text + "\n", encoding="utf-8")
         terminalreporter.write_line(f"written to {REPORTS / 'reliability.md'}")
 

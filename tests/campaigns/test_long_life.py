@@ -11,11 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from .conftest import Report
+from .conftest import Report, Tries
 
 MEBIBYTE = 2**20
-GROWTH_MIB = 24
-"""Allocators keep some blocks; a leak of one batch of numbers a step would be ten times this."""
+GROWTH_MIB = 4
+"""In the second half of the run: allocators keep some blocks. One batch kept a step would be 6 MiB in 10,000 steps (16
+samples of 9 numbers of 4 bytes), and four times that with what Python and torch put around a tensor."""
+SHORT_GROWTH_MIB = 12
+"""The blocks that allocators keep come early: in 4,000 steps even the second half has its share of them."""
 
 
 @pytest.mark.timeout(3600)
@@ -24,7 +27,7 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     words = [
         "device_ids=cpu,cpu", f"training.max_steps={num_steps}", "training.epochs=100000", "logging.every_steps=50",
         "logging.tracker=tensorboard", "evaluation.every_epochs=null", "evaluation.every_steps=200",
-        "checkpoint.every_epochs=null", "checkpoint.every_steps=200", "checkpoint.keep_last=3",
+        "checkpoint.every_epochs=null", "checkpoint.every_steps=200", "checkpoint.keep_last=3", "loader.num_workers=1",
     ]  # fmt: skip
     process = project.start(*words)
     outputs: list[str] = []
@@ -35,26 +38,31 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     while process.poll() is None:
         time.sleep(0.1)
         step = max((line["step"] for line in project.lines("run")), default=0) if metrics.exists() else 0
-        is_ending = step > num_steps - 500  # files and threads are about to be closed
-        if step >= (samples[-1][0] if samples else 0) + 1_000 and not is_ending:
+        is_between = step % 200 in (50, 100)  # not in an evaluation, which has files and workers of its own
+        if step >= (samples[-1][0] if samples else 0) + 1_000 and is_between:
             try:
                 samples.append((step, *measure(process.pid)))
             except psutil.Error:  # it has just ended
                 break
     reading.join(timeout=60)
     assert process.returncode == 0, "".join(outputs)[-5000:]
-    assert len(samples) >= num_steps // 1_000 - 2
-    rows = [f"| {step} | {memory:.0f} | {files} | {threads} |" for step, memory, files, threads in samples]
+    assert len(samples) >= num_steps // 1_250
     first, last = samples[0], samples[-1]
+    middle = next(sample for sample in samples if sample[0] >= num_steps // 2)
+    growth, tries = last[1] - middle[1], Tries()
+    with tries.one(f"{growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
+        assert growth < (GROWTH_MIB if is_long else SHORT_GROWTH_MIB)
+        assert last[2:] == first[2:]
+        assert list(project.directory("run").glob("tensorboard/events.out.tfevents.*"))
+        assert project.json("run", "summary.json")["status"] == "complete"
+    rows = [f"| {step} | {memory:.0f} | {files} | {threads} |" for step, memory, files, threads in samples]
     report(
         f"{num_steps} steps: memory, open files, threads",
-        1,
-        int(last[1] - first[1] < GROWTH_MIB and last[2:] == first[2:]),
-        f"## {num_steps} steps on two ranks\n\nOf all processes of the run:\n\n"
+        tries,
+        f"## {num_steps} steps on two ranks\n\nOf all processes of the run, each rank's loader worker among them; "
+        f"evaluations, 200 steps apart, start others and end them:\n\n"
         "| step | memory MiB | open files | threads |\n|---:|---:|---:|---:|\n" + "\n".join(rows),
     )
-    assert last[1] - first[1] < GROWTH_MIB
-    assert last[2:] == first[2:], "open files and threads"
 
 
 def measure(pid: int) -> tuple[float, int, int]:

@@ -17,6 +17,9 @@ from torch.utils.data import Dataset
 
 from .validation import ConfigError
 
+NUM_CLASSES = 10
+"""Targets are below it; a model that tells fewer classes apart is refused."""
+
 
 @dataclass
 class DataConfig:

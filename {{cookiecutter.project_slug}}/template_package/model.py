@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dataset import Batch
+from .dataset import NUM_CLASSES, Batch
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 class ModelConfig:
     """The keys of config.yaml under `model:`."""
 
-    num_classes: int = 10
+    num_classes: int = NUM_CLASSES
     channels: int = 32
     """Feature maps of the first half; the second half has twice as many. A multiple of 4, for GroupNorm."""
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 2 <= self.num_classes <= 100_000:
-            raise ValueError(f"num_classes={self.num_classes}: must be from 2 to 100000. Set 10 for digits.")
+        if not NUM_CLASSES <= self.num_classes <= 100_000:
+            rule = f"must be from {NUM_CLASSES} (NUM_CLASSES in dataset.py) to 100000. Set {NUM_CLASSES}."
+            raise ValueError(f"num_classes={self.num_classes}: {rule}")
         if not 4 <= self.channels <= 4096 or self.channels % 4:
             raise ValueError(f"channels={self.channels}: must be a multiple of 4, at most 4096. Set 32, for example.")
         if not 0 <= self.dropout < 1:

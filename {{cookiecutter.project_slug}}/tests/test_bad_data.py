@@ -24,6 +24,14 @@ def test_sample_is_named_and_all_ranks_end(project: Project, word: str, reason: 
 def test_worker_that_the_system_ends_is_told(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1)
     assert "DataLoader worker" in output and "is killed by signal" in output and output.count(") failed:\n") == 1
+    assert "while waiting for the samples [" in output
+
+
+def test_data_set_that_differs_in_length_between_ranks_is_refused(project: Project) -> None:
+    project.edit("dataset.py", "config.num_samples, 1", "config.num_samples - 13 * torch.distributed.get_rank(), 1")
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert "the training data set differs between ranks. Samples: 103 on rank 0; 90 on rank 1" in output
+    assert "Traceback" not in output
 
 
 def test_fewer_samples_than_ranks_train_and_no_samples_are_refused(project: Project) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from template_package.benchmarking import running
 from template_package.benchmarking.chart import draw
 from template_package.benchmarking.plan import Row, plan
 from template_package.benchmarking.report import advise, summarize
@@ -22,7 +26,7 @@ from template_package.config import LoaderConfig
 from template_package.launching.distributed import RankContext
 from template_package.training.loader import TrainLoader
 
-from conftest import PACKAGE, Project
+from conftest import PACKAGE, ROOT, Project
 
 NOT_TRAINING = """
 from ..config import DdpConfig
@@ -102,59 +106,99 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert reasons["horovod"] in (project.directory("b") / "benchmark" / "horovod.log").read_text(encoding="utf-8")
     text = (project.directory("b") / "benchmark" / "benchmark.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
+    assert f"{report['machine']['cpu']}, " in text
     assert "benchmark 8/8: horovod" in output and "0:00:00 left" in output
     assert output.splitlines()[-1] == report["advice"] and "(!)" in output
     files = {path.name for path in (project.directory("b") / "benchmark").iterdir()} - {"benchmark.png", ".lock"}
     assert files == {"benchmark.json", "benchmark.md", "config.yaml", "horovod.log", "accelerate.log"}
 
 
-def living(group: int) -> list[str]:
-    """The command lines of the group's processes."""
+def living(folder: Path) -> list[str]:
+    """The command lines of the processes that run in this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, its_group = (path / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
+        with suppress(OSError):  # it has ended
+            if (path / "cwd").readlink() == folder:
                 found.append((path / "cmdline").read_text(encoding="utf-8"))
     return found
 
 
-def left_after(seconds: float, group: int) -> list[str]:
+def left_after(seconds: float, folder: Path) -> list[str]:
     """Those that still live then: a fork server imports to the end before it sees that nobody needs it."""
     deadline = time.monotonic() + seconds
-    while (left := living(group)) and time.monotonic() < deadline:
+    while (left := living(folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
 
 
 @needs_proc
 @pytest.mark.slow
-def test_ctrl_c_leaves_the_table_of_what_was_measured_and_no_process(project: Project) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_table_of_what_was_measured_and_no_process(
+    project: Project, number: signal.Signals, code: int
+) -> None:
     words = ["benchmark", "benchmark.steps=3", "name=b"]
     process = project.start(*words)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("benchmark 1/")
     time.sleep(1.0)  # the next row's processes are there
-    os.killpg(process.pid, signal.SIGINT)
+    assert len(living(project.folder)) > 1
+    os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=20)  # all that hold its output have ended
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "\none device " in output and "interrupted before its turn" in output
     report = project.json("b", "benchmark/benchmark.json")
     assert [row["name"] for row in report["rows"]] == ["one device"]
     assert not (project.directory("b") / "benchmark" / "run").exists()
-    assert not left_after(30, process.pid)
+    assert not left_after(30, project.folder)
 
 
 @needs_proc
 def test_a_killed_benchmark_leaves_no_process(project: Project) -> None:
     process = project.start("benchmark", "benchmark.steps=100000", "device_ids=cpu", "model.seconds_per_step=0.01")
     deadline = time.monotonic() + 60
-    while len(living(process.pid)) < 2 and time.monotonic() < deadline:
+    while len(living(project.folder)) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1.0)
     process.kill()
     process.communicate(timeout=20)
-    assert not left_after(30, process.pid)
+    assert not left_after(30, project.folder)
+
+
+@needs_proc
+def test_a_row_has_ended_when_its_helpers_have(tmp_path: Path) -> None:
+    helper = "import time; time.sleep(1)"
+    row = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {helper!r}]); sys.exit(3)"
+    program = (
+        f"import pathlib, sys, time; from {PACKAGE}.benchmarking import running; running._adopt_orphans(); "
+        f"began = time.monotonic(); log = pathlib.Path({str(tmp_path / 'log')!r}); "
+        f"code = running._run([sys.executable, '-c', {row!r}], log, running.Countdown(1, has_bar=False)); "
+        "print(code, 1 < time.monotonic() - began < 5)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "3 True\n"
+
+
+def run_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, action: Callable[[Outcome], None]) -> int:
+    """Three rows in three rounds, of which each run is `action`. Returns the signal that ended it, or 0."""
+    monkeypatch.setattr(running, "_adopt_orphans", lambda: None)
+    monkeypatch.setattr(running, "run_once", lambda outcome, *_: action(outcome))
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        return running.run_rounds([Row(name, ["cpu"], []) for name in "abc"], 3, tmp_path, tmp_path, has_bar=False)[1]
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def test_each_round_has_another_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names: list[str] = []
+    assert run_rows(monkeypatch, tmp_path, lambda outcome: names.append(outcome.row.name)) == 0
+    assert "".join(names) == "abcbcacab"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_is_told_from_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals) -> None:
+    assert run_rows(monkeypatch, tmp_path, lambda _: os.kill(os.getpid(), number)) == number
 
 
 def test_benchmark_under_a_launcher_is_refused(project: Project) -> None:
@@ -183,6 +227,21 @@ def test_advised_command_does_what_its_row_does() -> None:
         assert "--config=big.yaml" in words
         assert f"training.compile={str('compile' in row.name).lower()}" in words
         assert sum(word.startswith("training.compile=") for word in words) == 1
+
+
+def test_a_run_that_is_not_what_its_row_says_is_told() -> None:
+    def difference(row: Row, num_ranks: int, strategy: str, num_devices: int = 2) -> str:
+        ranks = [{"world_size": num_ranks, "strategy": strategy}] * num_ranks
+        return row.find_difference({"ranks": ranks, "num_devices": num_devices, "is_compiled": False})
+
+    rows = {row.name: row for row in plan(["0", "2"])}
+    for name, num_ranks, strategy in (("ddp", 2, "ddp"), ("data_parallel", 1, "data_parallel"), ("fsdp", 2, "fsdp")):
+        assert difference(rows[name], num_ranks, strategy) == ""
+    assert difference(rows["one device"], 1, "base", num_devices=1) == ""
+    assert difference(rows["ddp"], 1, "ddp").endswith("(world sizes [1])")
+    assert difference(rows["data_parallel"], 2, "data_parallel").endswith("(world sizes [2, 2])")
+    assert difference(rows["horovod"], 2, "ddp") == "strategies/ddp.py trained instead of strategies/horovod.py"
+    assert difference(rows["ddp, compile"], 2, "ddp") == "it was not compiled"
 
 
 def test_a_single_gpu_has_the_rows_that_fit_and_says_how_to_try_the_others() -> None:

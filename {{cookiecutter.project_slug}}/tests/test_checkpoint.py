@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -101,6 +102,16 @@ def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
         else:  # half of so small a file is padding between its entries
             assert checksum(found) == checksum(expected)
     assert num_refused > 20 + 50, "all that are cut short, and each flipped bit that matters"
+
+
+def test_numpys_numbers_are_saved_as_pythons_and_what_could_not_be_read_is_refused(tmp_path: Path) -> None:
+    folder, rate = CheckpointFolder(tmp_path, keep_last=None), numpy.float64(0.1)
+    folder.save({**state(1), "optimizer": {"param_groups": [{"lr": rate, numpy.int64(3): (numpy.bool_(True), None)}]}})
+    (group,) = load_checkpoint(tmp_path / "step_00000001.pt")["optimizer"]["param_groups"]
+    assert group == {"lr": 0.1, 3: (True, None)} and [type(group["lr"]), type(group[3][0])] == [float, bool]
+    with pytest.raises(ConfigError, match=r"state\['optimizer'\]\['betas'\]\[0\] is a ndarray"):
+        folder.save({**state(2), "optimizer": {"betas": [numpy.zeros(2)]}})
+    assert len(folder.steps()) == 1
 
 
 def test_checksum_sees_every_part() -> None:
@@ -211,10 +222,6 @@ def test_exported_weights_have_plain_names_and_tied_weights(tmp_path: Path) -> N
 
 
 def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
-    import random
-
-    import numpy
-
     def draw() -> list[float]:
         return [random.random(), numpy.random.rand(), numpy.random.randn(), torch.rand(()).item()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,15 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any]) -> None:
     (key,) = options
     with pytest.raises(ConfigError, match=rf"^training\.{key}={str(options[key]).lower()}: .*\. Set .*\.$"):
         strategy.prepare(nn.Linear(2, 2), optimizer)
+
+
+def test_micro_batches_too_small_for_the_devices_are_refused() -> None:
+    for micro_batch_size, is_refused in ((4, True), (5, False), ("auto", False)):  # 3 + 2, or 5
+        strategy = strategy_on(CPU, CPU, CPU, global_batch_size=5, micro_batch_size=micro_batch_size)
+        with (
+            pytest.raises(ConfigError, match="pieces of 2 samples too, for 3 devices") if is_refused else nullcontext()
+        ):
+            strategy.prepare(nn.Linear(2, 2), optimizer)
 
 
 def test_evaluation_alone_asks_for_no_sizes_and_one_device_is_the_plain_module() -> None:

@@ -5,7 +5,14 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import default_collate
 
-from template_package.dataset import Batch, DataConfig, Digits, build_datasets, random_shift
+from template_package.dataset import (
+    NUM_CLASSES,
+    Batch,
+    DataConfig,
+    Digits,
+    build_datasets,
+    random_shift,
+)
 
 
 def fingerprints(dataset: Digits) -> list[tuple[bytes, int]]:
@@ -30,7 +37,7 @@ def test_splits_are_the_same_whatever_the_random_state() -> None:
 
 
 def test_every_set_holds_every_digit() -> None:
-    assert all(set(dataset.digits.tolist()) == set(range(10)) for dataset in build_datasets(DataConfig()))
+    assert all(set(dataset.digits.tolist()) == set(range(NUM_CLASSES)) for dataset in build_datasets(DataConfig()))
 
 
 def test_items_collate_to_the_batch_that_the_model_expects() -> None:

@@ -219,6 +219,8 @@ def test_models_that_it_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) 
         strategy_of(monkeypatch, 1).prepare(scalar, build)
     with pytest.raises(ConfigError, match=r"weight is torch.float64.*training.precision"):
         strategy_of(monkeypatch, 0).prepare(double, build)
+    with pytest.raises(ConfigError, match="returned LBFGS"):
+        strategy_of(monkeypatch, 0).prepare(nn.Linear(2, 2), lambda model: torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ConfigError, match=r"training.compile=true.*deepspeed.zero_stage=2"):
         strategy_of(monkeypatch, 3, compile=True).prepare(nn.Linear(2, 2), build)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
 import pytest
 import torch
+
+from template_package.launching.ranks import _disk_failure
 
 from conftest import Project
 
@@ -21,7 +24,7 @@ def has_mounts() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not has_mounts(), reason="a file system of the test's own needs user namespaces")
+needs_mounts = pytest.mark.skipif(not has_mounts(), reason="a file system of the test's own needs user namespaces")
 
 
 def mounted(options: str, before: str = "true") -> list[str]:
@@ -32,6 +35,7 @@ def mounted(options: str, before: str = "true") -> list[str]:
     return [*UNSHARE, "sh", "-c", script, sys.executable]
 
 
+@needs_mounts
 def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(project: Project) -> None:
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=1", "checkpoint.every_epochs=null", "training.epochs=9",
              "logging.tracker=tensorboard")  # fmt: skip
@@ -46,6 +50,15 @@ def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(proje
     assert not list(folder.glob(".*")), "what was written in part is removed"
 
 
+@needs_mounts
 def test_disk_that_cannot_be_written_to_is_told_in_one_line(project: Project) -> None:
     output = project.run(command=mounted("ro"), code=1)
     assert "Read-only file system" in output and "Traceback" not in output
+
+
+def test_folder_without_permission_is_told_in_one_line_and_a_file_of_the_users_by_its_traceback() -> None:
+    for path in ("runs", "runs/mine/logs/rank_0.log"):
+        words = _disk_failure(PermissionError(errno.EACCES, "Permission denied", path), "mine")
+        assert words.startswith(f"cannot write {path}: Permission denied.")
+    assert not _disk_failure(PermissionError(errno.EACCES, "Permission denied", "/data/17.png"), "mine")
+    assert not _disk_failure(PermissionError(errno.EPERM, "Operation not permitted"), "mine")

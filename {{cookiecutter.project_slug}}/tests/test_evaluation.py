@@ -154,6 +154,17 @@ def test_memory_that_runs_out_in_evaluation_halves_what_is_evaluated_at_once(pro
         assert line["absolute_error"] == pytest.approx(former["absolute_error"], rel=1e-6)
 
 
+def test_validation_sample_that_is_no_number_is_named_and_nothing_is_lost(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "data.nan_index=17", "checkpoint.every_epochs=null")
+    project.edit("dataset.py", "if seed == 1 and config.nan", "if seed == 2 and config.nan")
+    output = project.run(*words, code=1)
+    assert "the validation loss after step 7 is not finite. Of the 37 samples 17 hold a NaN" in output
+    assert "Traceback" not in output and not project.lines("run", "validation")
+    project.edit("dataset.py", "if seed == 2 and config.nan", "if seed == 4 and config.nan")
+    assert "resuming after step 7 of 21" in project.run(*words)
+    assert [line["step"] for line in project.lines("run", "validation")] == [7, 14, 21]
+
+
 def test_checkpoint_is_named_by_any_path(project: Project) -> None:
     project.run("training.epochs=1")
     shutil.copy(project.directory("run") / "checkpoints" / "best.pt", project.folder / "copy.pt")

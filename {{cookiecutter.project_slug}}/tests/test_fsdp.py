@@ -183,6 +183,52 @@ def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(proj
     assert "is not finite" in output and output.count(") failed:\n") == 1 and "Traceback" not in output
 
 
+CHOOSING = """
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.eye(6)), nn.Parameter(torch.eye(6))
+
+    def forward(self, values, left_out):
+        return sum(values @ weight for name, weight in self.named_parameters() if name != left_out)
+
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), Pair()])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, values):
+        fault = self.config.fault if self.num_calls > self.config.fault_step else "none"
+        for number, block in enumerate(self.blocks[:2]):
+            values = values if fault == "block" and number == rank() else block(values)
+        return self.head(self.blocks[2](values, ("first", "second")[rank()] if fault == "weight" else ""))
+
+
+def build_model("""
+"""From a later step on, each rank leaves out another one of two weights, or blocks, of the same shape."""
+
+
+def test_parameter_without_gradient_is_named(project: Project) -> None:
+    words = ["strategy=fsdp", "device_ids=cpu,cpu", "training.micro_batch_size=8"]
+    output = project.run(*words, "model.has_unused_parameter=true", "name=unused", code=2)
+    assert "strategy=fsdp: unused got no gradient in this step" in output and "Traceback" not in output
+    output = project.run(*words, "model.fault=skip_later", "fsdp.reshard_after_forward=false", "name=skip", code=2)
+    assert "0.bias, 0.weight, 3.bias, 3.weight, 5.weight got no gradient in this step" in output, output
+    assert len(project.lines("skip")) == 3 and "Traceback" not in output, "and the fourth step has no line"
+    project.edit("model.py", "def build_model(", CHOOSING.lstrip())
+    project.edit("model.py", "model.config, model", "model = Choosing()\n    model.config, model")
+    cases = {
+        "weight": ["blocks.2.first got", "blocks.2.second got"],
+        "block": ["blocks.0.bias, blocks.0.weight got", "blocks.1.bias, blocks.1.weight got"],
+    }
+    for fault, names in cases.items():
+        output = project.run(*words, f"model.fault={fault}", f"name={fault}", code=2)
+        assert any(f"strategy=fsdp: {name} no gradient in this step" in output for name in names), output
+        assert len(project.lines(fault)) == 2 and "Traceback" not in output
+
+
 @pytest.mark.slow
 def test_compiled_model_computes_the_same(project: Project) -> None:
     project.run_many(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from template_package.config import LaunchConfig
 from template_package.launching.environment import Launched, find_launcher
 from template_package.validation import ConfigError
 
-from conftest import Project
+from conftest import PACKAGE, Project
 
 is_needed = pytest.mark.skipif(
     not find_spec("horovod"), reason="Horovod is not installed: scripts/install_horovod.sh builds it"
@@ -65,7 +66,6 @@ def test_compression_rounds_what_is_shared(project: Project) -> None:
     ("word", "message"),
     [
         ("ddp.gradient_compression=bf16", "Horovod has none or fp16"),
-        ("ddp.static_graph=true", "ddp.static_graph=true: Horovod has no such setting"),
         ("model.dtype=bfloat16", "the parameter 0.weight is of a type"),
         ("model.has_unused_parameter=true", "strategy=horovod: unused got no gradient"),
     ],
@@ -80,6 +80,15 @@ def test_gradient_that_a_later_step_lacks_is_named(project: Project) -> None:
     output = project.run(*WORDS, "model.fault=skip_later", "training.micro_batch_size=8", code=2)
     assert "0.weight, 0.bias, 3.weight, 3.bias, 5.weight got no gradient in this step" in output
     assert len(project.lines("run")) == 3 and "Traceback" not in output
+
+
+@is_needed
+def test_benchmark_sees_that_horovod_shared_the_gradients(project: Project) -> None:
+    words = ["config.yaml", "measured", *WORDS, "benchmark.steps=2"]
+    project.run(*words, script=f"{PACKAGE}.benchmarking.measure")
+    measured = json.loads((project.folder / "measured" / "measured.json").read_text(encoding="utf-8"))
+    found = [(rank["strategy"], rank["wrapper"], rank["world_size"]) for rank in measured["ranks"]]
+    assert found == [("horovod", "DistributedOptimizer", 2)] * 2
 
 
 @is_needed

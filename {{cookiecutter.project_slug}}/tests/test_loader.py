@@ -171,6 +171,22 @@ def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a
     assert sorted(longest) != longest != sorted(longest, reverse=True)  # long ones come at any time
 
 
+def test_one_batch_may_hold_all_samples_however_large_its_size() -> None:
+    dataset = Sized(30)
+    size: Any = {"global_batch_size": 2**63 - 1, "micro_batch_size": "auto"}
+    loader = TrainLoader(dataset, LoaderConfig(num_workers=0), RankContext(), seed=5, **size)
+    loader.start(0, 0)
+    assert [sorted(micro.request.indices) for micro in loader.next_step()] == [list(range(30))]
+
+
+def test_samples_of_a_step_are_those_it_was_given_whatever_its_number() -> None:
+    options: Any = {"global_batch_size": 7, "micro_batch_size": 3}
+    loader = TrainLoader(Squares(), LoaderConfig(num_workers=0), RankContext(rank=1, world_size=2), seed=5, **options)
+    loader.start(1, 14, steps_done=100)  # 4 steps an epoch: after more of them than these 6
+    given = [[i for micro in loader.next_step() for i in micro.request.indices] for _ in range(4)]
+    assert [loader.indices_of_step(101 + place)[0] for place in range(4)] == given
+
+
 def test_evaluation_puts_samples_of_like_length_together_and_of_each_some_on_every_rank() -> None:
     dataset, means = Sized(702), []
     seen: list[int] = []

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from template_package.dataset import Batch
+from template_package.dataset import NUM_CLASSES, Batch
 from template_package.model import (
     ModelConfig,
     build_metrics,
@@ -100,7 +100,7 @@ def test_accuracy_counts_over_batches_of_unequal_size() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"num_classes": 1},
+        {"num_classes": NUM_CLASSES - 1},  # else the first batch that holds the last class would end the run
         {"num_classes": 2**63 - 1},
         {"channels": 6},
         {"channels": 0},

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
-from template_package.strategies.base import Strategy
+from template_package.strategies.base import Strategy, weighted
 from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.strategies.numerics import resolve_precision
 from template_package.training.finite import FiniteCheck, NonFiniteError
 from template_package.training.loader import TrainLoader
+from template_package.training.weighing import counted
 from template_package.validation import ConfigError
 
 from conftest import Project
@@ -163,6 +165,7 @@ def test_sample_that_is_no_number_stops_all_ranks_and_is_listed(project: Project
     (path,) = project.directory("run").glob("non_finite_rank_*.json")
     found = json.loads(path.read_text(encoding="utf-8"))
     assert 17 in found["indices"] and len(found["indices"]) in (3, 4, 8)
+    assert found["non_finite_indices"] == [17] and "of which 17 hold a NaN or infinity" in output
     # Rank 0 may have been a step behind; nothing that was saved is poisoned.
     for checkpoint in (project.directory("run") / "checkpoints").glob("*.pt"):
         state = torch.load(checkpoint, weights_only=True)
@@ -179,7 +182,16 @@ def test_flag_on_a_device_names_the_first_step_and_its_samples(tmp_path: Path) -
     with pytest.raises(NonFiniteError, match="the loss of step 2,"):
         check.raise_if_found()
     found = json.loads((tmp_path / "non_finite_rank_0.json").read_text(encoding="utf-8"))
-    assert found["indices"] == loader.indices_of_step(2) and len(found["indices"]) == 4
+    assert found["indices"] == loader.indices_of_step(2)[0] and len(found["indices"]) == 4
+
+
+def test_micro_batch_without_a_target_counts_for_nothing() -> None:
+    logits = torch.randn(4, 3, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.full((4,), -100))  # all ignored: 0/0, and gradients of 0
+    for weight in (torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64), 1.0):
+        assert (counted(loss, weight) == 0) == (float(weight) == 0)
+    weighted(counted(loss, torch.zeros(())), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+    assert loss.isnan() and logits.grad is not None and not logits.grad.any()
 
 
 def test_what_is_compared_between_replicas_includes_buffers_that_no_checkpoint_holds() -> None:
@@ -225,7 +237,9 @@ def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
     own = (
         "def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:\n"
         "    first, *rest = model.parameters()\n"
-        "    groups = [{'params': [first], 'lr': 0.5 * config.learning_rate}, {'params': rest}]\n"
+        "    import numpy\n"
+        "    rate = numpy.float64(0.5 * config.learning_rate)  # a float that torch.load would not read\n"
+        "    groups = [{'params': [first], 'lr': rate}, {'params': rest}]\n"
         "    return torch.optim.RMSprop(groups, lr=config.learning_rate)\n\n\n"
     )
     project.edit("model.py", "def rank()", own + "def rank()")

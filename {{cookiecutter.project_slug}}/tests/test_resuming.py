@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from template_package.training.checkpoint import CheckpointFolder
+
 from conftest import Project
 
 RANDOM = ("model.dropout=0.3", "data.noise=0.1")
@@ -172,9 +174,15 @@ def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_to
     assert_equal(project.checkpoint("run", 21)["model"], project.checkpoint("resumed", 21)["model"])
 
 
-def test_steps_of_the_runs_own_checkpoints_are_never_counted_anew(project: Project) -> None:
+def test_run_is_not_continued_on_fewer_samples(project: Project) -> None:
     project.run("training.epochs=2")
     project.edit("dataset.py", "kind(config, config.num_samples, 1", "kind(config, config.num_samples - 13, 1")
+    output = project.run(code=2)
+    assert "name=run: was begun with 103 training samples, and there are 90 now" in output and "name=…" in output
+    # A checkpoint of an older version does not tell its data's length. Its steps are not counted anew.
+    state = project.checkpoint("run", 14)
+    del state["checksum"], state["early_stopping"]["num_samples"]
+    CheckpointFolder(project.directory("run") / "checkpoints", None).save(state)
     assert "resuming after step 14 of" in project.run()  # 6 steps an epoch now, were it 12
 
 

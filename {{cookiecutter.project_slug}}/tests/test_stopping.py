@@ -129,17 +129,26 @@ def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
 @pytest.mark.slow
 def test_torchruns_agent_passes_the_warning_on(project: Project) -> None:
     options = "--nproc-per-node=2 --standalone --max-restarts=3 --signals-to-handle=SIGTERM,SIGUSR1"
-    process = project.start(*WORDS, command=[sys.executable, "-m", "torch.distributed.run", *options.split()])
-    while num_lines(project) < 2:
-        assert process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
-    step = project.lines("run")[-1]["step"]
-    assert process.returncode == 1 and step < NUM_STEPS and project.checkpoint("run", step)["step"] == step, errors
-    project.run(*WORDS)
-    project.run(*WORDS, "name=undisturbed")
-    assert project.lines("run") == project.lines("undisturbed")
+    words = (*WORDS, "evaluation.every_steps=1")
+    project.run(*words, "name=undisturbed")
+    for number, seconds in ((signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.05)):  # the second one in an evaluation
+        (project.folder / "seconds_per_evaluation").write_text(str(seconds), encoding="utf-8")
+        wanted = num_lines(project) + 1
+        process = project.start(*words, command=[sys.executable, "-m", "torch.distributed.run", *options.split()])
+        while num_lines(project) < wanted:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(2 * seconds)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        step = project.lines("run")[-1]["step"]
+        assert process.returncode == 1 and step < NUM_STEPS, errors
+        saved = project.checkpoint("run", step)["early_stopping"]
+        assert saved["is_evaluation_pending"] or not seconds
+    (project.folder / "seconds_per_evaluation").unlink()
+    project.run(*words)
+    for split in ("train", "validation"):
+        assert project.lines("run", split) == project.lines("undisturbed", split)
 
 
 def num_lines(project: Project, name: str = "run") -> int:

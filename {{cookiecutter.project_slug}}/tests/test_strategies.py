@@ -205,6 +205,33 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     assert_equal(second.state_dict(), first.state_dict())
 
 
+class CountingSgd(torch.optim.SGD):
+    """Keeps numbers in its groups, as Prodigy and D-Adaptation do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            group["rates"].append(group["lr"])
+        return super().step(closure)
+
+
+def test_a_trial_step_leaves_nothing_in_the_optimizer() -> None:
+    strategy = base.Strategy(TrainingConfig(), RankContext())
+    strategy.prepare(nn.Linear(2, 2), lambda model: CountingSgd(model.parameters(), lr=0.1, momentum=0.9))
+    (group,) = strategy.optimizer.param_groups
+    group["rates"] = []
+    former = {**group, "rates": []}
+    with strategy.allocated_state():
+        assert strategy.optimizer.state and group["num_steps"] == 1 and group["rates"] == [0.0]
+    assert group == former and group["params"] is former["params"] and not strategy.optimizer.state
+
+
+def test_optimizer_that_computes_losses_itself_is_refused() -> None:
+    strategy = base.Strategy(TrainingConfig(), RankContext())
+    with pytest.raises(ConfigError, match=r"returned LBFGS.*Return AdamW"):
+        strategy.prepare(nn.Linear(2, 2), lambda model: torch.optim.LBFGS(model.parameters()))
+
+
 def test_recomputed_blocks_know_the_synchronized_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     def synchronize(model: nn.Module, _: torch.device) -> nn.Module:  # ours would refuse the CPU
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

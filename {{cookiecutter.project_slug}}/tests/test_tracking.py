@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +101,24 @@ def test_metrics_keep_order_and_every_digit_and_stay_json(tmp_path: Path) -> Non
     assert float(first["gradient_norm"]) == float("inf") and float(second["loss"]) != float(second["loss"])
     assert second["名"] == -1e-300
     tracking.close()
+
+
+def test_line_that_a_full_disk_takes_later_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    class Stumbling(io.FileIO):
+        def write(self, content: Any) -> int:
+            if len(pauses) < 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(content)
+
+    config = load_config(ROOT / "config.yaml", ["logging.tracker=none"])
+    tracking = Tracking(tmp_path, config, RankContext(), progress=Progress(9, 1), total_steps=9)
+    path = tmp_path / "metrics.jsonl"
+    tracking._metrics = io.TextIOWrapper(io.BufferedWriter(Stumbling(path, "a")), encoding="utf-8")
+    tracking.record({"split": "train", "step": 1, "epoch": 1, "loss": 0.5})
+    assert pauses == [1.0, 2.0] and json.loads(path.read_text(encoding="utf-8"))["loss"] == 0.5
 
 
 @pytest.mark.parametrize("ending", ["", '{"split": "train", "st', '{"split": "train", "step": 8, "loss": 1}', "\0\0"])

@@ -30,8 +30,8 @@ def reference_run(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a plain loop over whole global batches in this process; shares only the order."""
     torch.manual_seed(42)
-    length = 9 if is_weighted else 1
-    data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, max_length=length), NUM_SAMPLES, 1, 0.0)
+    lengths: dict[str, Any] = {"min_length": 0, "max_length": 9} if is_weighted else {}
+    data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0)
     model = workload_model.build_model(workload_model.ModelConfig(dtype=dtype))
     matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01}
     vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
@@ -90,19 +90,33 @@ def test_ranks_match_one_process(project: Project, num_ranks: int) -> None:
         assert_matches(project, name, references[dtype], TOLERANCES[dtype])
 
 
-def test_loss_weight_gives_the_mean_over_what_it_counts(project: Project) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_loss_weight_gives_the_mean_over_what_it_counts(project: Project, num_ranks: int) -> None:
     project.edit(
         "model.py",
         "def rank()",
         "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()\n\n\ndef rank()",
     )
-    words = [*DOUBLE, "model.is_weighted=true", "data.max_length=9"]
-    cases = {f"micro{size}": settings(3, *words, f"training.micro_batch_size={size}") for size in (2, 6)}
+    words = ["model.is_weighted=true", "data.min_length=0", "data.max_length=9"]
+    cases = {
+        f"{dtype}-{size}": settings(
+            num_ranks,
+            *words,
+            f"model.dtype={dtype}",
+            f"data.dtype={dtype}",
+            f"training.micro_batch_size={size}",  # of 1: some count nothing at all
+            f"evaluation.micro_batch_size={size}",
+        )
+        for dtype in TOLERANCES
+        for size in (1, 2, 16)
+    }
     project.run_many(cases)
+    references = {dtype: reference_run(dtype, is_weighted=True) for dtype in TOLERANCES}
     for name in cases:
-        assert_matches(project, name, reference_run("float64", is_weighted=True), TOLERANCES["float64"])
-    validation = [project.lines(name, "validation")[-1]["loss"] for name in cases]
-    assert validation[0] == pytest.approx(validation[1], rel=TOLERANCES["float64"])
+        dtype = name.partition("-")[0]
+        assert_matches(project, name, references[dtype], TOLERANCES[dtype])
+        whole = project.lines(f"{dtype}-16", "validation")[-1]["loss"]
+        assert project.lines(name, "validation")[-1]["loss"] == pytest.approx(whole, rel=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("fault", ["memory_probe", "memory_later"])
@@ -144,9 +158,14 @@ def test_parameter_without_gradient_in_a_later_step_is_named_before_the_step_is_
     assert last.stem == "step_00000002", "step 3 had gradients that were not averaged"
 
 
-def test_parameter_without_gradient_is_named(project: Project) -> None:
-    output = project.run("device_ids=cpu,cpu", "model.has_unused_parameter=true", code=2)
+def test_parameter_without_gradient_is_named_and_the_run_stays_as_it_was(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.has_unused_parameter=true", "training.epochs=1")
+    project.run(*words, "ddp.find_unused_parameters=true")
+    paths = [project.directory("run") / name for name in ("summary.json", "config.yaml", "metrics.jsonl")]
+    before = [path.read_bytes() for path in paths]
+    output = project.run(*words, "training.epochs=2", code=2)
     assert "unused got no gradient" in output and "ddp.find_unused_parameters=true" in output
+    assert [path.read_bytes() for path in paths] == before, "a start that is refused changes nothing"
 
 
 def test_summary_and_epochs_are_counted(project: Project) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,14 @@ class DataConfig:
                 raise ValueError(f"{key}={value}: must be from {lowest} to {highest}. Set one of these.")
         if len(set(self.label_names)) < max(2, len(self.label_names)):
             raise ValueError(f"label_names={','.join(self.label_names)}: must be two or more different names.")
+        require_transformers("tokenizer", self.tokenizer)
+
+
+def require_transformers(key: str, name: str | None) -> None:
+    """ValueError if the key names something of Hugging Face whose library is not there."""
+    if name is not None and find_spec("transformers") is None:
+        command = "pip install -c constraints.txt -e '.[transformers]'"
+        raise ValueError(f"{key}={name}: transformers is not installed. Run {command}")
 
 
 def tokenize(text: str) -> list[str]:

@@ -8,14 +8,13 @@ the mean over, if not samples: target tokens, say).
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dataset import PADDING, Batch, DataConfig
+from .dataset import PADDING, Batch, DataConfig, require_transformers
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -59,9 +58,7 @@ class ModelConfig:
                 f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}, which is at least "
                 "1. Set hidden_size=64 and num_heads=4, for example."
             )
-        if self.pretrained is not None and find_spec("transformers") is None:
-            command = "pip install -c constraints.txt -e '.[transformers]'"
-            raise ValueError(f"pretrained={self.pretrained}: transformers is not installed. Run {command}")
+        require_transformers("pretrained", self.pretrained)
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:

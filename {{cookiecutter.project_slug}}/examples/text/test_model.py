@@ -168,6 +168,13 @@ def test_impossible_values_are_refused(wrong: dict[str, float]) -> None:
         ModelConfig(**wrong)  # type: ignore[arg-type]
 
 
+def test_what_comes_from_hugging_face_is_refused_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("template_package.dataset.find_spec", lambda _: None)
+    for make, key in ((DataConfig, "tokenizer"), (ModelConfig, "pretrained")):
+        with pytest.raises(ValueError, match=f"{key}=x: transformers is not installed. Run pip install"):
+            make(**{key: "x"})
+
+
 def save_tiny_bert(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for text in TEXTS for word in text.split()})]

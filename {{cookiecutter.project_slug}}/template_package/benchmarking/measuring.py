@@ -83,8 +83,8 @@ class MeasuredTrainer(Trainer):
             {
                 "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
                 "device": str(self.context.device),
-                "strategy": type(self.strategy).__name__,
-                "wrapper": type(self.strategy.model).__name__,
+                "strategy": type(self.strategy).__module__.rpartition(".")[2],  # its file
+                "wrapper": self.strategy.wrapper,
                 "waiting_share": (last.seconds_waited - former.seconds_waited) / (last.time - former.time),
             }
         )

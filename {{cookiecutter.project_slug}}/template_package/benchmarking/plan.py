@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import Config
 from ..config_rules import available_strategies
@@ -29,6 +29,11 @@ class Row(NamedTuple):
     """What was typed after `benchmark`."""
 
     @property
+    def strategy(self) -> str:
+        """What strategies/ calls it."""
+        return self.overrides[0].removeprefix("strategy=")
+
+    @property
     def words(self) -> list[str]:
         """All that sets it apart from config.yaml."""
         return [f"device_ids={','.join(self.device_ids)}", *self.overrides]
@@ -46,6 +51,20 @@ class Row(NamedTuple):
     def file_name(self) -> str:
         """`ddp, 16-bit` as ddp-16-bit."""
         return self.name.replace(", ", "-").replace(" ", "-")
+
+    def find_difference(self, run: dict[str, Any]) -> str:
+        """What was measured that is not what the row says; nothing if all is."""
+        num_devices = len(self.device_ids)
+        num_ranks = 1 if self.strategy == "data_parallel" else num_devices
+        sizes = [rank["world_size"] for rank in run["ranks"]]
+        if run["num_devices"] != num_devices or sizes != [num_ranks] * num_ranks:
+            return f"it ran on {run['num_devices']} devices instead of {num_devices} (world sizes {sizes})"
+        strategy = "base" if num_devices == 1 else self.strategy  # a single rank has nothing to share
+        if others := {rank["strategy"] for rank in run["ranks"]} - {strategy}:
+            return f"strategies/{others.pop()}.py trained instead of strategies/{strategy}.py"
+        if run["is_compiled"] != ("training.compile=true" in self.overrides):
+            return "it was not compiled"
+        return ""
 
 
 def take_all_devices(config: Config) -> tuple[list[str], Devices]:
@@ -102,10 +121,9 @@ def plan(device_ids: list[str], asked: Sequence[str] = (), *, is_compiled: bool 
 
 
 def _checked(row: Row) -> Row:
-    strategy = row.overrides[0].removeprefix("strategy=")
-    if strategy in available_strategies():
+    if row.strategy in available_strategies():
         return row
-    return row._replace(obstacle=f"this project was made without strategies/{strategy}.py")
+    return row._replace(obstacle=f"this project was made without strategies/{row.strategy}.py")
 
 
 def base_config(config: Config) -> Config:

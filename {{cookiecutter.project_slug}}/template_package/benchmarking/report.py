@@ -36,7 +36,7 @@ LEGEND = (
     "speed-up: over one device. efficiency: speed-up / number of devices{sharing}. start-up: from the command to the "
     "end of the first step. MiB/rank: peak memory ({memory}) of the rank with the most. waiting: part of the time in "
     "which a rank waits for data. loss: training loss, mean of the last steps; it may differ by rounding and dropout. "
-    "wrapper: the class that the ranks called as their model."
+    "wrapper: the class that the ranks called as their model, or Horovod's optimizer."
 )
 
 
@@ -78,6 +78,7 @@ def as_markdown(report: dict[str, Any], chart: str | None) -> str:
     lines = [f"| {' | '.join(line)} |" for line in (cells[0], marks, *cells[1:])]
     machine = report["machine"]
     libraries = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
+    hardware = f"{machine['cpu']}, {machine['num_cores']} cores"
     parts = [
         f"# Benchmark on {report['devices']}",
         f"`{report['command']}`",
@@ -86,7 +87,7 @@ def as_markdown(report: dict[str, Any], chart: str | None) -> str:
         "\n".join(lines),
         legend(report),
         *not_run(report),
-        f"Python {machine['python']}, {libraries}; {machine['platform']}.",
+        f"Python {machine['python']}, {libraries}; {machine['platform']}; {hardware}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

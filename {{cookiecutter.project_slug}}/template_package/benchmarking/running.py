@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -24,6 +26,7 @@ from .plan import Row
 
 MODULE = f"{__package__}.measure"
 PROJECT = Path(__file__).parents[2]
+HELPERS_SECONDS = 10.0
 
 
 @dataclass
@@ -38,26 +41,28 @@ class Outcome:
 
 def run_rounds(
     rows: Sequence[Row], num_rounds: int, config_path: Path, folder: Path, has_bar: bool
-) -> tuple[list[Outcome], bool]:
-    """Each row once a round, one after the other, so that what else the machine does meets all alike; and whether
-    that came to its end: after Ctrl-C or SIGTERM there is less. A row that fails is not tried again.
+) -> tuple[list[Outcome], int]:
+    """Each row once a round, one after the other, so that what else the machine does meets all alike; and the number
+    of the signal that ended it early, Ctrl-C's or SIGTERM, or 0. A row that fails is not tried again.
     """
     outcomes = [Outcome(row, reason=row.obstacle) for row in rows]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was measured is not lost to a scheduler either
+    signal.signal(signal.SIGTERM, _interrupt)  # what was measured is not lost to a scheduler either
+    _adopt_orphans()
     with Countdown(num_rounds * sum(not row.obstacle for row in rows), has_bar) as countdown:
         try:
             for number in range(num_rounds):
-                for outcome in outcomes:
+                first = number * len(outcomes) // num_rounds  # another in each round: the order, too, is to favour none
+                for outcome in outcomes[first:] + outcomes[:first]:
                     if not outcome.reason:
                         countdown.begin(outcome.row.name)
                         run_once(outcome, config_path, folder, countdown)
                         countdown.end(num_dropped=num_rounds - 1 - number if outcome.reason else 0)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             for outcome in outcomes:
                 if not outcome.runs and not outcome.reason:
                     outcome.reason = "interrupted before its turn"
-            return outcomes, False
-    return outcomes, True
+            return outcomes, next(iter(interrupt.args), signal.SIGINT)
+    return outcomes, 0
 
 
 def run_once(outcome: Outcome, config_path: Path, folder: Path, countdown: Countdown) -> None:
@@ -96,7 +101,7 @@ def _command(row: Row, config_path: Path, directory: Path) -> list[str]:
 
 
 def _run(command: list[str], log: Path, countdown: Countdown) -> int:
-    """The exit code. The processes have ended when it returns or raises."""
+    """The exit code. The processes have ended when it returns or raises, their helpers too."""
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -105,6 +110,7 @@ def _run(command: list[str], log: Path, countdown: Countdown) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - this process has no threads
         )
     try:
@@ -114,12 +120,35 @@ def _run(command: list[str], log: Path, countdown: Countdown) -> int:
             except subprocess.TimeoutExpired:
                 countdown.show()
     finally:
-        process.kill()  # its ranks die with it
-        process.wait()
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _wait_for_group(process.pid)
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _adopt_orphans() -> None:
+    """Let what the rows leave behind become this process's children, whose end it can wait for (Linux)."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+
+
+def _wait_for_group(group: int) -> None:
+    """Until its adopted processes have ended: a fork server would share the cores with the next row's start."""
+    deadline = time.monotonic() + HELPERS_SECONDS
+    with suppress(ChildProcessError, ProcessLookupError):  # none is left
+        while time.monotonic() < deadline:
+            if os.waitpid(-group, os.WNOHANG)[0] == 0:
+                time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _take(outcome: Outcome, directory: Path, started_at: float) -> str:
-    """Add the run to the outcome; a reason why it is not what the row says, if so."""
+    """Add the run to the outcome, or else the reason why it is not what the row says."""
     measured, summary, environment = (
         json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("measured", "summary", "environment")
@@ -127,14 +156,9 @@ def _take(outcome: Outcome, directory: Path, started_at: float) -> str:
     keys = ("num_devices", "precision", "micro_batch_size", "peak_memory_mib")
     run = measured | {key: summary[key] for key in keys} | {"environment": environment}
     run["startup_seconds"] = run.pop("first_step_at") - started_at
-    wanted = len(outcome.row.device_ids)
-    if run["num_devices"] != wanted or {rank["world_size"] for rank in run["ranks"]} != {len(run["ranks"])}:
-        sizes = [rank["world_size"] for rank in run["ranks"]]
-        return f"it ran on {run['num_devices']} devices instead of {wanted} (world sizes {sizes})"
-    if run["is_compiled"] != ("training.compile=true" in outcome.row.overrides):
-        return "it was not compiled"
-    outcome.runs.append(run)
-    return ""
+    if not (reason := outcome.row.find_difference(run)):
+        outcome.runs.append(run)
+    return reason
 
 
 class Countdown:

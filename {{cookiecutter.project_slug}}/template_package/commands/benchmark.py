@@ -6,10 +6,13 @@ The table, benchmark.json, benchmark.md and a chart go to runs/<name>/benchmark/
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,9 @@ from ..config import Config, to_dict
 from ..launching.starting import num_usable_cores
 from ..training.run_files import claimed, run_directory, write_json
 
-CTRL_C = 130
-
 
 def main(config: Config, asked: Sequence[str]) -> int:
-    """0; 1 if no row ran; 130 after Ctrl-C, with what was measured till then."""
+    """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
     device_ids, _locks = take_all_devices(config)
     folder, load = run_directory(config) / "benchmark", os.getloadavg()[0]
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,13 +40,13 @@ def main(config: Config, asked: Sequence[str]) -> int:
         wanted = config.logging.progress_bar
         has_bar = sys.stderr.isatty() if wanted == "auto" else bool(wanted)
         rows = plan(device_ids, asked, is_compiled=config.training.compile)
-        outcomes, is_whole = run_rounds(rows, config.benchmark.rounds, path, folder, has_bar)
+        outcomes, signal_number = run_rounds(rows, config.benchmark.rounds, path, folder, has_bar)
         if any(outcome.runs for outcome in outcomes):
             _publish(make_report(outcomes, device_ids, config, load), folder)
         else:
             print("\n".join(f"{outcome.row.name}: {outcome.reason}" for outcome in outcomes))
-    if not is_whole:
-        return CTRL_C
+    if signal_number:
+        return 128 + signal_number
     return int(not any(outcome.runs for outcome in outcomes))
 
 
@@ -53,8 +54,8 @@ def make_report(outcomes: Sequence[Outcome], device_ids: list[str], config: Conf
     """What benchmark.json holds. load: the system's, before."""
     rows = summarize(outcomes)
     run = next(run for outcome in reversed(outcomes) for run in outcome.runs)
-    environment = run["environment"] | {"load": load, "num_cores": num_usable_cores()}
-    described = ("python", "platform", "libraries", "cuda", "git_commit", "num_cores", "load")
+    environment = run["environment"] | {"load": load, "num_cores": num_usable_cores(), "cpu": find_cpu()}
+    described = ("python", "platform", "libraries", "cuda", "git_commit", "num_cores", "cpu", "load")
     advised, advice = advise(rows, device_ids, config.loader.num_workers)
     return {
         "name": config.name,
@@ -75,6 +76,15 @@ def make_report(outcomes: Sequence[Outcome], device_ids: list[str], config: Conf
         "advised": advised,
         "advice": advice,
     }
+
+
+def find_cpu() -> str:
+    """The name of the processor's model."""
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*: (.+)", text, re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def describe_devices(device_ids: list[str], kind: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -32,6 +33,8 @@ Address = tuple[str, int, str]
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 SLOW_DISK = (errno.ETIMEDOUT, errno.EAGAIN)
 """Of a disk's if a file is named; a connection's otherwise."""
+NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+"""In the run's folder; of a file of the user's the traceback tells more."""
 MAX_TEXT = 15_000
 """Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
 
@@ -121,16 +124,20 @@ def _run_rank(
             fail(f"{traceback.format_exc()}sys.exit({stop.code!r}) ended the rank before the run's end")
             return 1
     except BaseException as error:
-        fail(_disk_failure(error) or traceback.format_exc())
+        fail(_disk_failure(error, config.name) or traceback.format_exc())
         return 1
     if code in (0, *STOPPED):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
         leave_group()
     return code
 
 
-def _disk_failure(error: BaseException) -> str:
-    """One line if a file could not be written for the disk's sake."""
-    if not isinstance(error, OSError) or error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename):
+def _disk_failure(error: BaseException, name: str) -> str:
+    """One line if a file could not be written for the disk's sake. name: the run's."""
+    if not isinstance(error, OSError):
+        return ""
+    path = Path(str(error.filename))
+    is_runs_own = name in path.parts or path.name == "runs"
+    if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + NOT_ALLOWED * is_runs_own:
         return ""
     return (
         f"cannot write {error.filename or 'to the disk'}: {error.strerror}. The last checkpoint is whole: mend the "

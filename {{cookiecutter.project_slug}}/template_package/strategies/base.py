@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..config import TrainingConfig
 from ..launching.distributed import RankContext
-from .numerics import checkpoint_activations, resolve_precision, set_numerics, synchronize_batchnorm
+from .numerics import check_step, checkpoint_activations, resolve_precision, set_numerics, synchronize_batchnorm
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -63,7 +64,7 @@ class Strategy:
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
         if build_optimizer is not None:
-            self.optimizer = build_optimizer(self.module)
+            self.optimizer = check_step(build_optimizer(self.module))
 
     def place(self, model: nn.Module) -> nn.Module:
         """The model on the device, before it is compiled and wrapped."""
@@ -115,7 +116,7 @@ class Strategy:
             yield
             return
         groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+        former = [{key: value if key == "params" else deepcopy(value) for key, value in g.items()} for g in groups]
         for group in groups:
             group["lr"] = 0.0
             for parameter in group["params"]:
@@ -124,8 +125,9 @@ class Strategy:
         self.optimizer.zero_grad()
         yield
         self.optimizer.state.clear()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        for group, values in zip(groups, former, strict=True):  # some optimizers count their steps there
+            group.clear()
+            group.update(values)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
@@ -168,6 +170,11 @@ class Strategy:
     def num_devices(self) -> int:
         """Devices that train, over all ranks."""
         return self.context.world_size
+
+    @property
+    def wrapper(self) -> str:
+        """The name of what shares the gradients, or of the model's class if nothing does: for the benchmark."""
+        return type(self.model).__name__
 
     @property
     def evaluation_model(self) -> nn.Module:

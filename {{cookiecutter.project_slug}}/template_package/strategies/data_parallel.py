@@ -64,6 +64,13 @@ class DataParallelStrategy(Strategy):
                     f"training.{key}={size}: must be at least {self.num_devices}, a sample for each device of "
                     f"data_parallel. Set training.{key}={self.num_devices} or more, or name fewer in device_ids."
                 )
+        size, whole = self.config.micro_batch_size, self.config.global_batch_size
+        if size != "auto" and (least := whole // -(-whole // int(size))) < self.num_devices:  # cut evenly
+            raise ConfigError(
+                f"training.micro_batch_size={size}: cuts training.global_batch_size={whole} into pieces of {least} "
+                f"samples too, for {self.num_devices} devices of data_parallel. Set training.micro_batch_size=auto, or "
+                f"training.global_batch_size to a multiple of {size}."
+            )
 
 
 class _DataParallel(nn.DataParallel[nn.Module]):

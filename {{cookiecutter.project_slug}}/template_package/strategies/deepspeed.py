@@ -19,8 +19,8 @@ from ..launching.distributed import RankContext, join_alone
 from ..validation import ConfigError
 from .base import BuildOptimizer, weighted
 from .ddp import DistributedDataParallelStrategy
-from .numerics import checkpoint_activations, synchronize_batchnorm
-from .zero.gradients import GradientWatch
+from .numerics import check_step, checkpoint_activations, synchronize_batchnorm
+from .sharding.gradients import GradientWatch
 from .zero.library import create_engine, import_deepspeed
 from .zero.settings import build_settings, check_optimizer
 from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
@@ -56,10 +56,12 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self._parameters = list(model.parameters())
         optimizer = None
         if build_optimizer is not None:
-            optimizer = build_optimizer(model)  # it looks at whole weights
+            optimizer = check_step(build_optimizer(model))  # it looks at whole weights
             check_optimizer(optimizer, self._zero)
         groups = Groups(model, optimizer)
-        self._watch = GradientWatch(model, chain.from_iterable(groups.trained))
+        self._watch = GradientWatch(chain.from_iterable(groups.trained), "deepspeed", "DeepSpeed takes that for zeros")
+        for name, parameter in model.named_parameters():
+            self._watch.listen(name, parameter)
         num_elements = sum(parameter.numel() for parameter in self._parameters)
         settings = build_settings(self._zero, self.config.max_gradient_norm, self.precision, num_elements)
         if self._stage == 3:  # one weight after the other: the device never holds all of them

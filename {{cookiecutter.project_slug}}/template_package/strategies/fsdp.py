@@ -26,6 +26,7 @@ from ..validation import ConfigError
 from .base import Strategy
 from .numerics import blocks, own_statistics
 from .sharding.building import build_once
+from .sharding.gradients import BlockWatch
 
 
 class FullyShardedStrategy(Strategy):
@@ -72,13 +73,23 @@ class FullyShardedStrategy(Strategy):
                 mp_policy=self._policy(unit),
                 offload_policy=self._offload,
             )
+        # A rank without a gradient sends zeros for it: the others would take its next one, before its watch ends it.
+        self._root.set_reduce_scatter_unused_params(True)
+        self._watch = BlockWatch(module)
         self.synchronize_buffers()
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Before the last micro-batch, whose backward averages the sum, each rank adds up whole gradients."""
         self._root.set_requires_gradient_sync(is_last_micro_batch)
+        self._is_last_micro_batch = is_last_micro_batch
+        self._watch.begin_micro_batch()
         return nullcontext()
+
+    def backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        """As the base. ConfigError for a block that was not called, or, in the last, a parameter without a gradient."""
+        self._watch.look_after(loss, is_last_micro_batch=self._is_last_micro_batch)
+        super().backward(loss, weight)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip to the norm over all ranks' parts, and return it."""

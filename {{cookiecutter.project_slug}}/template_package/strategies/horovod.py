@@ -35,11 +35,10 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         if options.gradient_compression == "bf16":  # before torch's own rule for it
             raise ConfigError("ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these.")
         super().__init__(config, context, options)
-        for key in ("find_unused_parameters", "static_graph"):
-            if getattr(options, key):
-                raise ConfigError(f"ddp.{key}=true: Horovod has no such setting. Set it to false, or strategy=ddp.")
         self._horovod = _import_horovod()
         _meet(self._horovod, context)
+        if self._horovod.size() != context.world_size:
+            raise RuntimeError(f"Horovod connected {self._horovod.size()} ranks instead of {context.world_size}")
         self._is_last_micro_batch = self._is_rehearsal = True
         self._unused: list[str] = []
 
@@ -75,6 +74,12 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._is_last_micro_batch = is_last_micro_batch
         self._reducer.set_backward_passes_per_step(1 if is_last_micro_batch else 2)  # counted anew with each call
         return nullcontext()
+
+    @property
+    def wrapper(self) -> str:
+        """Horovod's optimizer."""
+        name: str = self._horovod.DistributedOptimizer.__name__  # what it returns has the class's name of the user's
+        return name
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """As the base; after the last micro-batch's the gradients are the ranks' mean."""

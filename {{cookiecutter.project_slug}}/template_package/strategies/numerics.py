@@ -1,4 +1,6 @@
-"""How numbers are computed, whatever the strategy: precision, TF32, determinism, BatchNorm, recomputed activations."""
+"""How numbers are computed, whatever the strategy: precision, TF32, determinism, BatchNorm, recomputed activations; and
+which optimizers can make a step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, TrainingConfig
@@ -104,3 +107,13 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from blocks(child)
+
+
+def check_step(optimizer: Optimizer) -> Optimizer:
+    """The optimizer. ConfigError if its step() computes losses itself: here the gradients are there before it."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "build_optimizer() in model.py returned LBFGS, whose step() computes losses itself: it must make a step "
+            "from the gradients that are there. Return AdamW or SGD, for example."
+        )
+    return optimizer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..validation import ConfigError, one_line
-from .checksum import checksum
+from .checksum import checksum, plain
 from .logs import get_logger
 
 FORMAT_VERSION = 1
@@ -53,6 +53,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint; drop those that are no longer among the last."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
+        state = plain(state)
         content = {**state, "checksum": checksum(state)}
         write_whole(path, lambda beside: _save(content, beside))
         if self._keep_last is not None and not is_best:
@@ -64,9 +65,15 @@ class CheckpointFolder:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path`, flush it to the disk, give it the name; OSError if the disk refuses."""
+    keep_trying(path, lambda: _write_whole(path, write))
+
+
+def keep_trying(path: Path, write: Callable[[], object]) -> None:
+    """Call `write`, and again if the disk stumbles; OSError that names `path` if it refuses."""
     for seconds in (1.0, 2.0, None):
         try:
-            return _write_whole(path, write)
+            write()
+            return
         except OSError as error:
             if error.errno is not None and error.filename is None:
                 error.filename = str(path)
@@ -77,20 +84,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        path.parent.mkdir(exist_ok=True)
-    except FileNotFoundError:  # the run's own folder has been there: to make it anew would hide that the disk is gone
-        raise OSError(errno.ESTALE, "its folder has vanished", str(path)) from None
     beside = path.with_name(f".{path.name}.tmp")
     try:
+        path.parent.mkdir(exist_ok=True)
         write(beside)
         with beside.open("rb") as file:
             os.fsync(file.fileno())
+        beside.replace(path)  # rename is atomic
+    except FileNotFoundError:  # the run's own folder has been there: to make it anew would hide that the disk is gone
+        raise OSError(errno.ESTALE, "its folder has vanished", str(path)) from None
     except BaseException:
         with suppress(OSError):
             beside.unlink(missing_ok=True)  # a full disk would stay full
         raise
-    beside.replace(path)  # rename is atomic
 
 
 def _save(content: dict[str, Any], path: Path) -> None:

@@ -1,12 +1,21 @@
-"""A checkpoint's checksum: torch.load reads a file with flipped bits without a word."""
+"""What a checkpoint holds: only what torch.load(weights_only=True) reads back, and a checksum.
+
+torch.load reads a file with flipped bits without a word, and torch.save writes what it will not read.
+"""
 
 from __future__ import annotations
 
 import zlib
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+
+from ..launching.distributed import pack, unpack
+from ..validation import ConfigError
+
+PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def checksum(value: Any) -> int:
@@ -15,6 +24,25 @@ def checksum(value: Any) -> int:
     for piece in _pieces(value):
         crc = zlib.crc32(piece, crc)
     return crc
+
+
+def plain(value: Any, name: str = "state") -> Any:
+    """`value` with Python's numbers in place of NumPy's; ConfigError that names what could not be read back."""
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, dict):
+        return {plain(key, f"a key of {name}"): plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, f"{name}[{place}]") for place, item in enumerate(value))
+    if not isinstance(value, Tensor) and type(value) not in PLAIN:
+        try:
+            unpack(pack(value))
+        except Exception:
+            raise ConfigError(
+                f"checkpoint: {name} is a {type(value).__name__}, which would be saved and could never be read again. "
+                "Let build_optimizer() or the model keep tensors, numbers, strings, lists and dicts."
+            ) from None
+    return value
 
 
 def _pieces(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,19 @@ from torch.utils.data import Dataset
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
 from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .evaluation_loader import EvaluationLoader
 from .fetching import MicroBatch
+from .finite import NonFiniteError, name_bad
 from .logs import get_logger
 from .memory import is_out_of_memory
 from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
 from .report import METRIC, build_report, report_stem, write_report
 from .stopping import Interrupted
 from .watchdog import beat
-from .weighing import weight_of
+from .weighing import counted, weight_of
 
 AUTO_MICRO_BATCH_SIZE = 256
 
@@ -87,6 +89,19 @@ class Evaluator:
         self._matrix = values.get(METRIC)
         return {"loss": loss_sum / weight, **{k: float(v) for k, v in values.items() if not isinstance(v, list)}}
 
+    def check_finite(self, loss: float, step: int, save: Callable[[], None]) -> None:
+        """NonFiniteError, after a last `save`, if the loss that run() gave is no number; all ranks call it."""
+        if math.isfinite(loss):
+            return
+        save()  # while the evaluation is pending: the next start begins with it
+        found = gather_objects(self._loader.find_non_finite())
+        bad: list[int] = from_main(lambda: sorted({index for of_rank in found or [] for index in of_rank}))
+        named = name_bad(bad) or "none holds a NaN or infinity: it arises in the model or in compute_loss"
+        raise NonFiniteError(
+            f"the {self._split} loss after step {step} is not finite. Of the {self.num_samples} samples {named}. "
+            "Mend that, and the same command continues."
+        )
+
     def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
         """Write what the last run's confusion matrix tells of this checkpoint, if there is one; rank 0 writes."""
         if self._matrix is not None and self._context.is_main:
@@ -106,7 +121,7 @@ class Evaluator:
             weight = weight_of(micro_batch, self._context)
             if len(self._metrics):
                 user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
-            yield torch.stack([loss.double() * weight, weight])
+            yield torch.stack([counted(loss, weight).double() * weight, weight])
 
     def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """Loss and outputs; None if memory has run out and half the samples may fit."""

@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
 from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
-from .loader import check_dataset, cut, lengths_of, split_evenly
+from .loader import check_dataset, cut, holds_non_finite, lengths_of, split_evenly
 from .transfer import move
+from .watchdog import beat
 
 
 class EvaluationLoader:
@@ -44,6 +45,15 @@ class EvaluationLoader:
         for part in self._cut(request.indices):
             micro_batch = self._fetcher[part]  # here, not by the workers, which are reading on
             yield micro_batch._replace(batch=move(micro_batch.batch, self._context.device))
+
+    def find_non_finite(self) -> list[int]:
+        """Those of this rank's samples that hold a NaN or infinity, read again."""
+        found = []
+        for index in (index for request in self._requests() for index in request.indices):
+            beat()
+            if holds_non_finite(self._fetcher, 0, index):
+                found.append(index)
+        return found
 
     def _cut(self, indices: list[int]) -> Iterator[Request]:
         num_parts = -(-len(indices) // self.limit)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -91,8 +92,7 @@ class Fetcher(Dataset[MicroBatch]):
                 with _odd_one_named(items, request.indices):
                     batch = self._collate(items)
         except Exception as error:
-            more = f" and {len(request.indices) - MAX_NAMED} more" if len(request.indices) > MAX_NAMED else ""
-            error.add_note(f"in a micro-batch of the samples {request.indices[:MAX_NAMED]}{more}")
+            error.add_note(f"in a micro-batch of {_name(request.indices)}")
             raise
         return MicroBatch(batch, request)
 
@@ -143,6 +143,7 @@ def read_batches(
         return (fetcher[request] for request in requests)
     ahead = copy.copy(fetcher)
     ahead.draws_alone = True
+    requests, asked = tee(requests)
     loader: DataLoader[MicroBatch] = DataLoader(
         ahead,
         batch_size=None,  # a request is a whole micro-batch already
@@ -156,10 +157,27 @@ def read_batches(
         multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
     )
-    micro_batches = iter(loader)
+    micro_batches = _waited_for(iter(loader), asked)
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)  # now, so that it comes before torch's own, which waits 5 seconds for each of them
     return micro_batches if context.device.type == "cpu" else to_device(micro_batches, context.device)
+
+
+def _waited_for(micro_batches: Iterator[MicroBatch], asked: Iterator[Request]) -> Iterator[MicroBatch]:
+    """The micro-batches; if the system ends a worker, the error tells which samples were waited for."""
+    try:
+        for micro_batch in micro_batches:
+            next(asked)
+            yield micro_batch
+    except RuntimeError as error:
+        if str(error).startswith("DataLoader worker") and (request := next(asked, None)):
+            error.add_note(f"while waiting for {_name(request.indices)}")
+        raise
+
+
+def _name(indices: list[int]) -> str:
+    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
+    return f"the samples {indices[:MAX_NAMED]}{more}"
 
 
 def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -> int:

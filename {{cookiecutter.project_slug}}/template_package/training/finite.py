@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
 from ..validation import ConfigError
+from .fetching import MAX_NAMED
 from .loader import TrainLoader
 from .run_files import write_json
 
@@ -38,7 +40,7 @@ class FiniteCheck:
         if not self._is_cpu:
             self._first_step = torch.where(loss.isfinite(), self._first_step, self._first_step.clamp(max=step))
         elif not math.isfinite(loss.item()):
-            self._fail(step)
+            self._fail(step, [self._list_samples(step)])
 
     def check_weights(self, weights: list[Tensor], step: int) -> None:
         """NonFiniteError if a weight is no number: a finite loss may have had a gradient that was none.
@@ -48,28 +50,38 @@ class FiniteCheck:
         norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
         is_finite = norms.isfinite().all().to(self._context.device, torch.int32)
         if not all_reduce(is_finite, dist.ReduceOp.MIN):
-            self._fail(step)
+            self._fail_together(step, is_seen_here=True)
 
     def raise_if_found(self) -> None:
         """NonFiniteError if a loss was not finite; called by all ranks, where the run waits for the device anyway."""
         if self._is_cpu:
             return
         step = int(all_reduce(self._first_step.clone(), dist.ReduceOp.MIN))
-        if step == sys.maxsize:
-            return
-        # A rank that has it of a later step has it from the others' gradients: its samples are not to blame.
-        paths = gather_objects(self._list_samples(step) if int(self._first_step) == step else None)
-        self._fail(step, from_main(lambda: [path for path in paths or [] if path]))
+        if step != sys.maxsize:
+            # A rank that has it of a later step has it from the others' gradients: its samples are not to blame.
+            self._fail_together(step, is_seen_here=int(self._first_step) == step)
 
-    def _fail(self, step: int, paths: list[str] | None = None) -> None:
-        listed = " ".join(paths or [self._list_samples(step)])
+    def _fail_together(self, step: int, *, is_seen_here: bool) -> None:
+        listed = gather_objects(self._list_samples(step) if is_seen_here else None)
+        self._fail(step, from_main(lambda: [words for words in listed or [] if words]))
+
+    def _fail(self, step: int, listed: list[str]) -> None:
+        has_weights = hasattr(user_model, "loss_weight")
+        empty = " A micro-batch whose loss_weight is 0 needs a mean of 0, not 0/0." if has_weights else ""
         clip = "" if self._is_clipped else ", or set training.max_gradient_norm=1"
         raise NonFiniteError(
-            f"the loss of step {step}, or its gradient, is not finite. {listed} lists the rank's samples. "
-            f"Look at them, lower optimizer.learning_rate{clip}."
+            f"the loss of step {step}, or its gradient, is not finite. {'; '.join(listed)}. "
+            f"Look at them, lower optimizer.learning_rate{clip}.{empty}"
         )
 
     def _list_samples(self, step: int) -> str:
-        path = self._directory / f"non_finite_rank_{self._context.rank}.json"
-        write_json(path, {"step": step, "rank": self._context.rank, "indices": self._loader.indices_of_step(step)})
-        return str(path)
+        rank, (indices, bad) = self._context.rank, self._loader.indices_of_step(step)
+        path = self._directory / f"non_finite_rank_{rank}.json"
+        write_json(path, {"step": step, "rank": rank, "indices": indices, "non_finite_indices": bad})
+        return f"{path} lists the samples of rank {rank}{', of which ' * bool(bad)}{name_bad(bad)}"
+
+
+def name_bad(indices: list[int]) -> str:
+    """`17, 20 hold a NaN or infinity`; nothing of none."""
+    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
+    return f"{', '.join(map(str, indices[:MAX_NAMED]))}{more} hold a NaN or infinity" if indices else ""

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from ..config import LoaderConfig
-from ..launching.distributed import RankContext
+from ..launching.distributed import RankContext, from_main, gather_objects
 from ..validation import ConfigError
 from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
 from .random_state import cpu_generators_put_back, mix
@@ -39,7 +40,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     last, shorter one stays as and where it is.
     """
     whole, last = order.tensor_split([len(order) // size * size])
-    windows = torch.split(whole, WINDOW * size)
+    windows = torch.split(whole, WINDOW * min(size, len(order)))
     batches = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
     generator = torch.Generator().manual_seed(mix(seed, epoch, -2))
     places = torch.randperm(len(whole) // size, generator=generator)
@@ -83,12 +84,15 @@ class TrainLoader:
         self._lengths = lengths_of(dataset)
         self._fetcher = Fetcher(dataset, collate, seed)
         self._batches: Iterator[MicroBatch] = iter(())
+        self._steps_before = 0
+        """What the run's steps are more than their place tells: its first ones may have been on fewer samples."""
         self.seconds_waited = 0.0
         """Spent in reading, or in waiting for the workers that read."""
 
-    def start(self, epoch: int, position: int) -> None:
-        """The next step begins `position` samples into `epoch` (epochs counted from 0)."""
+    def start(self, epoch: int, position: int, steps_done: int = 0) -> None:
+        """The next step, after `steps_done`, begins `position` samples into `epoch` (epochs counted from 0)."""
         self.close()
+        self._steps_before = steps_done - epoch * self.steps_per_epoch - position // self.global_batch_size
         self._batches = read_batches(self._fetcher, self._requests(epoch, position), self._config, self._context)
 
     def next_step(self) -> Iterator[MicroBatch]:
@@ -101,11 +105,15 @@ class TrainLoader:
                 return
             asked_at = time.perf_counter()
 
-    def indices_of_step(self, step: int) -> list[int]:
-        """The samples of this rank's share of one step, counted from 1."""
-        epoch, place = divmod(step - 1, self.steps_per_epoch)
+    def indices_of_step(self, step: int) -> tuple[list[int], list[int]]:
+        """The samples of this rank's share of one step, counted from 1; those of them that hold a NaN or infinity.
+
+        They are read again for that, here.
+        """
+        epoch, place = divmod(step - 1 - self._steps_before, self.steps_per_epoch)
         requests = self._requests_of_step(epoch, place * self.global_batch_size)
-        return [index for request in requests for index in request.indices]
+        indices = [index for request in requests for index in request.indices]
+        return indices, [index for index in indices if holds_non_finite(self._fetcher, epoch, index)]
 
     def read_first(self, epoch: int, position: int) -> MicroBatch:
         """The largest micro-batch of this rank's next step, for a rehearsal; what steps will read is not touched."""
@@ -160,6 +168,15 @@ class TrainLoader:
             yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
 
 
+def holds_non_finite(fetcher: Fetcher, epoch: int, index: int) -> bool:
+    """Whether a tensor of this sample holds a NaN or infinity; False too if the sample cannot be read alone."""
+    try:
+        leaves = tree_leaves(fetcher[Request(epoch, [index], 1, 1.0, is_last=True)].batch)
+        return any(isinstance(leaf, Tensor) and not leaf.isfinite().all() for leaf in leaves)
+    except Exception:  # a collate function that wants several, a sparse tensor: the run fails for another reason
+        return False
+
+
 def lengths_of(dataset: Any) -> Tensor | None:
     """The length of each sample, if the data set tells it in an attribute `sample_lengths`."""
     lengths = getattr(dataset, "sample_lengths", None)
@@ -172,12 +189,24 @@ def lengths_of(dataset: Any) -> Tensor | None:
 
 
 def check_dataset(dataset: Dataset[Any], name: str) -> int:
-    """The number of samples; ConfigError for what cannot be shared out."""
+    """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise ConfigError(
             f"the {name} data set ({type(dataset).__name__}) has no length: samples are shared out by their index. "
             "Give it __len__ and __getitem__; an IterableDataset is not supported."
         )
+    num_samples = gather_objects(len(dataset))
+
+    def check_equal() -> None:
+        assert num_samples is not None, "rank 0 has gathered them"
+        if len(set(num_samples)) > 1:
+            found = "; ".join(f"{number} on rank {rank}" for rank, number in enumerate(num_samples))
+            raise ConfigError(
+                f"the {name} data set differs between ranks. Samples: {found}. "
+                "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
+            )
+
+    from_main(check_equal)
     if len(dataset) == 0:
         raise ConfigError(
             f"the {name} data set is empty: build_datasets() in dataset.py must return at least one sample."

@@ -92,6 +92,7 @@ class Progress:
             "best_epoch": self.best_epoch,
             "epochs_without_improvement": self.epochs_without_improvement,
             "is_evaluation_pending": self.is_evaluation_pending,
+            "num_samples": self.num_samples,  # here, since a checkpoint's own keys are agreed upon
         }
         counts = {"step": self.step, "epoch": self.epoch, "position": self.position}
         return {**counts, "best": self.best, "early_stopping": early_stopping}

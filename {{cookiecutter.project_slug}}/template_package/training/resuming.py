@@ -27,7 +27,14 @@ def find_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] 
 
 
 def take_up(state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config) -> None:
-    """Load weights, optimizer state and counts; ConfigError if they are another model's."""
+    """Load weights, optimizer state and counts; ConfigError if they are another model's, or of other data."""
+    former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files do not tell
+    if state["origin"] != "another run" and former != progress.num_samples:
+        raise ConfigError(
+            f"name={config.name}: was begun with {former} training samples, and there are {progress.num_samples} now. "
+            "Put the data back to continue, or choose another name=… for a new run (its weights and its place in the "
+            "epochs: checkpoint.resume=PATH of a checkpoint)."
+        )
     check_weights(strategy.shapes(), state["model"], f"name={config.name}")
     with configured(strategy.optimizer):  # a run that starts from another's file has settings of its own
         strategy.load_state_dict(state)

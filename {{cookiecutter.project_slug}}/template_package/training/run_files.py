@@ -76,17 +76,23 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
-def describe_start(directory: Path, config: Config, context: RankContext) -> None:
-    """Write config.yaml (resolved) and environment.json; all ranks call it, rank 0 writes.
+def announce_start(directory: Path, context: RankContext) -> list[str]:
+    """Say on which devices the run is; returns those of all ranks, on rank 0. All ranks call it."""
+    devices = _flat(gather_objects([_device_name(device) for device in context.devices]))
+    for note in context.device_notes:  # of its node: not only rank 0's is of interest
+        get_logger().info("%s", note)
+    if context.is_main:
+        get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(devices))
+    return devices
+
+
+def describe_start(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
+    """Rank 0 writes config.yaml (resolved) and environment.json.
 
     summary.json is removed: until this start has ended, an earlier end is not the run's.
     """
-    devices = gather_objects([_device_name(device) for device in context.devices])
-    for note in context.device_notes:  # of its node: not only rank 0's is of interest
-        get_logger().info("%s", note)
     if not context.is_main:
         return
-    get_logger().info("%s: world_size %d, %s", directory, context.world_size, "; ".join(_flat(devices)))
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
     environment = {
@@ -96,7 +102,7 @@ def describe_start(directory: Path, config: Config, context: RankContext) -> Non
         "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
         "cuda": torch.version.cuda,
         "world_size": context.world_size,
-        "devices": _flat(devices),
+        "devices": devices,
         "git_commit": _git_commit(),
         "command": sys.argv,
     }

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ..config import Config
 from ..launching.distributed import RankContext
-from .checkpoint import write_whole
+from .checkpoint import keep_trying, write_whole
 from .logs import console, get_logger, print_above
 from .progress import Progress
 from .trackers import Tracker, Value, start_tracker
@@ -59,7 +59,7 @@ class Tracking:
         if not self._is_main:
             return
         self._metrics.write(json.dumps({key: _for_json(value) for key, value in values.items()}) + "\n")
-        self._metrics.flush()
+        keep_trying(Path(self._metrics.name), self._metrics.flush)  # what is not written yet stays in its buffer
         if self._tracker is not None:
             self._tracker.record(values)
         step, split, figures = values["step"], values["split"], _figures(values)

@@ -32,11 +32,11 @@ from .random_state import gather_random_states, restore_random_states, seed_gene
 from .rehearsal import rehearse
 from .replicas import check_replicas
 from .resuming import announce, announce_end, find_state, take_up
-from .run_files import claimed, describe_end, describe_start, is_described
+from .run_files import announce_start, claimed, describe_end, describe_start, is_described
 from .stopping import Interrupted, StopRequest
 from .tracking import Tracking
 from .watchdog import beat, hang_watched
-from .weighing import weigh
+from .weighing import counted, weigh
 from .weights import build_model
 
 
@@ -50,14 +50,9 @@ class Trainer:
         with context.local_rank_first():  # one download a node
             train_data, validation_data, *_ = user_data.build_datasets(config.data)
         self.loader = TrainLoader(
-            train_data,
-            config.loader,
-            context,
-            seed=config.seed,
-            global_batch_size=config.training.global_batch_size,
-            micro_batch_size=config.training.micro_batch_size,
-            collate=getattr(user_data, "collate", None),
-        )
+            train_data, config.loader, context, seed=config.seed, collate=getattr(user_data, "collate", None),
+            global_batch_size=config.training.global_batch_size, micro_batch_size=config.training.micro_batch_size,
+        )  # fmt: skip
         self.evaluator = Evaluator(validation_data, "validation", config, context)
         self.evaluator.check_metric(config.evaluation.metric, config.evaluation.mode)
         self.progress = Progress(self.loader.num_samples, config.training.global_batch_size)
@@ -102,15 +97,17 @@ class Trainer:
             self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Open what a run writes to, find the micro-batch that fits, rehearse a step, and start the loader."""
+        """Find the micro-batch that fits, rehearse a step, open what a run writes to, and start the loader."""
         progress, directory = self.progress, self.directory
-        self.tracking = Tracking(directory, self.config, self.context, progress=progress, total_steps=self.total_steps)
-        describe_start(directory, self.config, self.context)
+        devices = announce_start(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
         memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
-        self.loader.start(progress.epoch, progress.position)
+        # Only now: a start that is refused leaves the run's files as they are.
+        self.tracking = Tracking(directory, self.config, self.context, progress=progress, total_steps=self.total_steps)
+        describe_start(directory, self.config, self.context, devices)
+        self.loader.start(progress.epoch, progress.position, progress.step)
         self.finite = FiniteCheck(self.context, self.loader, directory, self.config.training.max_gradient_norm)
         self.clock.start(progress.num_samples_seen)
         self.profiler.toggle(progress.step)
@@ -128,6 +125,7 @@ class Trainer:
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, _ = user_model.compute_loss(strategy.model, batch)
+                loss = counted(loss, weight)
                 self.finite.look(loss, step)
                 beat()  # before backward, where ranks wait for each other: the one that hangs has not come so far
                 strategy.backward(loss, weight)
@@ -178,6 +176,7 @@ class Trainer:
             self.finite.raise_if_found()
             progress.is_evaluation_pending = True
             values = self.evaluator.run(self.strategy, self.stop.allows)
+            self.evaluator.check_finite(values["loss"], progress.step, save=self.save)
             progress.is_evaluation_pending = False
             self.tracking.record({**progress.place("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config):
@@ -192,6 +191,7 @@ class Trainer:
             state = {"format_version": FORMAT_VERSION, "config": to_dict(self.config), **self.progress.state_dict()}
             state |= self.strategy.state_dict()
             random_states = gather_random_states(self.context)
+            beat()  # the disk has the whole of launch.timeout_minutes
             if random_states is not None:  # rank 0
                 self.checkpoints.save(state | {"random_states": random_states}, is_best=is_best)
             self.progress.saved_step = self.progress.saved_step if is_best else self.progress.step

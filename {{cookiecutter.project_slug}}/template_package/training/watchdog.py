@@ -91,7 +91,7 @@ class _Watch(threading.Thread):
         behind = self._ranks_behind() if self._store is not None else ""
         self._context.abort(
             f"no progress for launch.timeout_minutes={self._minutes:g}: no step, evaluation batch or save.{behind} "
-            f"{self._directory}/logs/rank_*.log hold the stacks of all ranks. Raise the value if a step takes longer."
+            f"{self._directory}/logs/rank_*.log hold the stacks of all ranks. Raise the value if one takes longer."
         )
         os._exit(1)
 

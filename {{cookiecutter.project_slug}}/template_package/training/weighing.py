@@ -30,6 +30,11 @@ def weigh(micro_batches: Iterable[MicroBatch], context: RankContext) -> Iterator
     yield from zip(held, weights * (context.world_size / total), strict=True)
 
 
+def counted(loss: Tensor, weight: float | Tensor) -> Tensor:
+    """`loss`, or 0 where loss_weight counts nothing: a mean over nothing is 0/0. Waits for no device."""
+    return torch.where(weight == 0, torch.zeros_like(loss), loss) if isinstance(weight, Tensor) else loss
+
+
 def weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
     """What this micro-batch's mean loss weighs: 0-dim float64; 0 for one that only keeps the ranks in step."""
     request = micro_batch.request

@@ -31,8 +31,10 @@ class DataConfig:
     """The system ends the process that reads a sample."""
     stuck_index: int = -1
     """Reading this sample takes an hour."""
+    min_length: int = 1
+    """Lengths of samples are drawn from this …"""
     max_length: int = 1
-    """Lengths of samples are drawn from 1 to this."""
+    """… to this."""
 
 
 class Batch(NamedTuple):
@@ -51,7 +53,7 @@ class Numbers(Dataset[Any]):
         self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(dtype)
         self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
         high = config.max_length + 1
-        self.lengths = torch.randint(1, high, (num_samples,), generator=generator).to(dtype)
+        self.lengths = torch.randint(config.min_length, high, (num_samples,), generator=generator).to(dtype)
         if seed == 1 and config.nan_index >= 0:
             self.inputs[config.nan_index, 2] = torch.nan
         self.noise, self.failing_index, self.config = noise, config.failing_index, config
