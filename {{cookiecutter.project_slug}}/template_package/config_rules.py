@@ -191,10 +191,10 @@ def _relations_of_training(config: Any) -> Iterator[tuple[str, bool, str]]:
     is_possible = config.ddp.gradient_compression == "none" or config.strategy in ("ddp", "accelerate", "horovod")
     yield "ddp.gradient_compression", is_possible, f"strategy={config.strategy} has none. Set it to none."
 
-    has_settings = config.strategy in ("ddp", "accelerate")
+    is_possible = config.strategy in ("ddp", "accelerate", "data_parallel")  # the last one needs neither
     remedy = f"strategy={config.strategy} has no such setting. Set it to false, or strategy=ddp."
     for key in ("find_unused_parameters", "static_graph"):
-        yield f"ddp.{key}", has_settings or not getattr(config.ddp, key), remedy
+        yield f"ddp.{key}", is_possible or not getattr(config.ddp, key), remedy
 
     evaluation = config.evaluation
     is_possible = evaluation.metric != "loss" or evaluation.mode == "min"

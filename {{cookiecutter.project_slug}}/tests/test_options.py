@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
-from template_package.strategies.base import Strategy, weighted
+from template_package.strategies.base import Strategy
 from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.strategies.numerics import resolve_precision
 from template_package.training.finite import FiniteCheck, NonFiniteError
 from template_package.training.loader import TrainLoader
-from template_package.training.weighing import counted
 from template_package.validation import ConfigError
 
 from conftest import Project
@@ -183,15 +181,6 @@ def test_flag_on_a_device_names_the_first_step_and_its_samples(tmp_path: Path) -
         check.raise_if_found()
     found = json.loads((tmp_path / "non_finite_rank_0.json").read_text(encoding="utf-8"))
     assert found["indices"] == loader.indices_of_step(2)[0] and len(found["indices"]) == 4
-
-
-def test_micro_batch_without_a_target_counts_for_nothing() -> None:
-    logits = torch.randn(4, 3, requires_grad=True)
-    loss = F.cross_entropy(logits, torch.full((4,), -100))  # all ignored: 0/0, and gradients of 0
-    for weight in (torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64), 1.0):
-        assert (counted(loss, weight) == 0) == (float(weight) == 0)
-    weighted(counted(loss, torch.zeros(())), torch.zeros(())).backward()  # type: ignore[no-untyped-call]
-    assert loss.isnan() and logits.grad is not None and not logits.grad.any()
 
 
 def test_what_is_compared_between_replicas_includes_buffers_that_no_checkpoint_holds() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -136,7 +137,7 @@ def _disk_failure(error: BaseException, name: str) -> str:
     if not isinstance(error, OSError):
         return ""
     path = Path(str(error.filename))
-    is_runs_own = name in path.parts or path.name == "runs"
+    is_runs_own = ("runs", name) in pairwise(path.parts) or path.name == "runs"
     if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + NOT_ALLOWED * is_runs_own:
         return ""
     return (

@@ -75,7 +75,7 @@ class FullyShardedStrategy(Strategy):
             )
         # A rank without a gradient sends zeros for it: the others would take its next one, before its watch ends it.
         self._root.set_reduce_scatter_unused_params(True)
-        self._watch = BlockWatch(module)
+        self._watch = BlockWatch(module) if self.context.world_size > 1 else None
         self.synchronize_buffers()
         return module
 
@@ -83,12 +83,14 @@ class FullyShardedStrategy(Strategy):
         """Before the last micro-batch, whose backward averages the sum, each rank adds up whole gradients."""
         self._root.set_requires_gradient_sync(is_last_micro_batch)
         self._is_last_micro_batch = is_last_micro_batch
-        self._watch.begin_micro_batch()
+        if self._watch is not None:
+            self._watch.begin_micro_batch()
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """As the base. ConfigError for a block that was not called, or, in the last, a parameter without a gradient."""
-        self._watch.look_after(loss, is_last_micro_batch=self._is_last_micro_batch)
+        if self._watch is not None:
+            self._watch.look_after(loss, is_last_micro_batch=self._is_last_micro_batch)
         super().backward(loss, weight)
 
     def clip_gradients(self, max_norm: float) -> Tensor:

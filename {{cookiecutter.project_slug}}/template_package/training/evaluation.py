@@ -26,7 +26,7 @@ from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_
 from .report import METRIC, build_report, report_stem, write_report
 from .stopping import Interrupted
 from .watchdog import beat
-from .weighing import counted, weight_of
+from .weighing import weight_of
 
 AUTO_MICRO_BATCH_SIZE = 256
 
@@ -87,19 +87,28 @@ class Evaluator:
         loss_sum, weight = all_reduce(totals).tolist()
         values = compute_over_ranks(self._metrics)
         self._matrix = values.get(METRIC)
-        return {"loss": loss_sum / weight, **{k: float(v) for k, v in values.items() if not isinstance(v, list)}}
+        return {
+            "loss": loss_sum / weight if weight else math.nan,
+            **{k: float(v) for k, v in values.items() if not isinstance(v, list)},
+        }
 
-    def check_finite(self, loss: float, step: int, save: Callable[[], None]) -> None:
-        """NonFiniteError, after a last `save`, if the loss that run() gave is no number; all ranks call it."""
-        if math.isfinite(loss):
+    def check_finite(self, values: dict[str, float], metric: str, step: int, save: Callable[[], None]) -> None:
+        """NonFiniteError, after a last `save`, if loss and metric of what run() gave are no numbers; all ranks call it.
+        If it is the loss alone, a warning: the best checkpoint can still be told.
+        """
+        if math.isfinite(values["loss"]):
             return
+        words = f"the {self._split} loss after step {step} is not finite"
+        if math.isfinite(values[metric]):
+            get_logger().warning("warning: %s; evaluation.metric=%s is, so the run goes on.", words, metric)
+            return
+        get_logger().warning("%s: looking for samples with a NaN or infinity", words)
         save()  # while the evaluation is pending: the next start begins with it
         found = gather_objects(self._loader.find_non_finite())
         bad: list[int] = from_main(lambda: sorted({index for of_rank in found or [] for index in of_rank}))
         named = name_bad(bad) or "none holds a NaN or infinity: it arises in the model or in compute_loss"
         raise NonFiniteError(
-            f"the {self._split} loss after step {step} is not finite. Of the {self.num_samples} samples {named}. "
-            "Mend that, and the same command continues."
+            f"{words}. Of the {self.num_samples} samples {named}. Mend that, and the same command continues."
         )
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
@@ -121,7 +130,8 @@ class Evaluator:
             weight = weight_of(micro_batch, self._context)
             if len(self._metrics):
                 user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
-            yield torch.stack([counted(loss, weight).double() * weight, weight])
+            # A mean over nothing may be 0/0; here no gradient comes of it.
+            yield torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
 
     def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
         """Loss and outputs; None if memory has run out and half the samples may fit."""

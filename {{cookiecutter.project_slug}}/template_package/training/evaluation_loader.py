@@ -15,6 +15,7 @@ from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
 from .loader import check_dataset, cut, holds_non_finite, lengths_of, split_evenly
 from .transfer import move
 from .watchdog import beat
+from .workers import MAX_NAMED
 
 
 class EvaluationLoader:
@@ -48,10 +49,10 @@ class EvaluationLoader:
 
     def find_non_finite(self) -> list[int]:
         """Those of this rank's samples that hold a NaN or infinity, read again."""
-        found = []
+        found: list[int] = []
         for index in (index for request in self._requests() for index in request.indices):
             beat()
-            if holds_non_finite(self._fetcher, 0, index):
+            if len(found) <= MAX_NAMED and holds_non_finite(self._fetcher, 0, index):
                 found.append(index)
         return found
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import copy
-import multiprocessing
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -25,13 +23,12 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
-from ..launching.starting import ENDINGS, die_with_parent, num_usable_cores
+from ..launching.starting import num_usable_cores, signals_held_back
 from .random_state import cpu_generators_put_back, mix, seed_cpu_generators
 from .transfer import to_device
+from .workers import WaitedFor, kill_workers, name_samples, start_worker
 
 Collate = Callable[[list[Any]], Any]
-MAX_NAMED = 64
-"""Samples of a micro-batch that an error lists."""
 
 
 @dataclass(slots=True)
@@ -92,7 +89,7 @@ class Fetcher(Dataset[MicroBatch]):
                 with _odd_one_named(items, request.indices):
                     batch = self._collate(items)
         except Exception as error:
-            error.add_note(f"in a micro-batch of {_name(request.indices)}")
+            error.add_note(f"in a micro-batch of {name_samples(request.indices)}")
             raise
         return MicroBatch(batch, request)
 
@@ -152,32 +149,16 @@ def read_batches(
         num_workers=num_workers,
         prefetch_factor=config.prefetch_factor if num_workers else None,
         pin_memory=context.device.type == "cuda",
-        worker_init_fn=partial(_start_worker, os.getpid()),
+        worker_init_fn=partial(start_worker, os.getpid()),
         # A rank started by a fork server would start a server of its own for them, and each would import torch anew.
         multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
     )
-    micro_batches = _waited_for(iter(loader), asked)
-    atexit.unregister(_kill_workers)
-    atexit.register(_kill_workers)  # now, so that it comes before torch's own, which waits 5 seconds for each of them
+    with signals_held_back() if num_workers else nullcontext():  # torch ends a worker that one reaches at its start
+        micro_batches = WaitedFor(iter(loader), (request.indices for request in asked))
+    atexit.unregister(kill_workers)
+    atexit.register(kill_workers)  # now, so that it comes before torch's own, which waits 5 seconds for each of them
     return micro_batches if context.device.type == "cpu" else to_device(micro_batches, context.device)
-
-
-def _waited_for(micro_batches: Iterator[MicroBatch], asked: Iterator[Request]) -> Iterator[MicroBatch]:
-    """The micro-batches; if the system ends a worker, the error tells which samples were waited for."""
-    try:
-        for micro_batch in micro_batches:
-            next(asked)
-            yield micro_batch
-    except RuntimeError as error:
-        if str(error).startswith("DataLoader worker") and (request := next(asked, None)):
-            error.add_note(f"while waiting for {_name(request.indices)}")
-        raise
-
-
-def _name(indices: list[int]) -> str:
-    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
-    return f"the samples {indices[:MAX_NAMED]}{more}"
 
 
 def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -> int:
@@ -190,22 +171,6 @@ def _num_workers(config: LoaderConfig, fetcher: Fetcher, context: RankContext) -
 
 def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
     return micro_batch
-
-
-def _start_worker(rank_pid: int, _worker_id: int) -> None:
-    die_with_parent(rank_pid)
-    os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
-    for number in ENDINGS:  # some tell each process of a run
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-def _kill_workers() -> None:
-    """At exit. Python would ask them to end, which they do not hear, and wait."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that a worker was killed
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
 
 
 def _hands_out_batches(dataset: Any) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor
 from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
 from ..validation import ConfigError
-from .fetching import MAX_NAMED
 from .loader import TrainLoader
 from .run_files import write_json
+from .workers import MAX_NAMED
 
 
 class NonFiniteError(ConfigError):

@@ -36,7 +36,7 @@ from .run_files import announce_start, claimed, describe_end, describe_start, is
 from .stopping import Interrupted, StopRequest
 from .tracking import Tracking
 from .watchdog import beat, hang_watched
-from .weighing import counted, weigh
+from .weighing import weigh
 from .weights import build_model
 
 
@@ -125,7 +125,6 @@ class Trainer:
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, _ = user_model.compute_loss(strategy.model, batch)
-                loss = counted(loss, weight)
                 self.finite.look(loss, step)
                 beat()  # before backward, where ranks wait for each other: the one that hangs has not come so far
                 strategy.backward(loss, weight)
@@ -176,7 +175,7 @@ class Trainer:
             self.finite.raise_if_found()
             progress.is_evaluation_pending = True
             values = self.evaluator.run(self.strategy, self.stop.allows)
-            self.evaluator.check_finite(values["loss"], progress.step, save=self.save)
+            self.evaluator.check_finite(values, config.metric, progress.step, save=self.save)
             progress.is_evaluation_pending = False
             self.tracking.record({**progress.place("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config):

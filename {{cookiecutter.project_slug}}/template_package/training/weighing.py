@@ -27,12 +27,8 @@ def weigh(micro_batches: Iterable[MicroBatch], context: RankContext) -> Iterator
     held = list(micro_batches)
     weights = torch.stack([weight_of(micro_batch, context) for micro_batch in held])
     total = all_reduce(weights.sum())
-    yield from zip(held, weights * (context.world_size / total), strict=True)
-
-
-def counted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """`loss`, or 0 where loss_weight counts nothing: a mean over nothing is 0/0. Waits for no device."""
-    return torch.where(weight == 0, torch.zeros_like(loss), loss) if isinstance(weight, Tensor) else loss
+    share = torch.where(total == 0, 0.0, context.world_size / total)  # a global batch may count nothing at all
+    yield from zip(held, weights * share, strict=True)
 
 
 def weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:

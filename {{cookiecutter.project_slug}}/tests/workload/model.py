@@ -60,8 +60,8 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         run_out_of_memory(outputs) if len(outputs) > 8 else None
     errors = (outputs - batch.targets).square().mean(1)
     loss = errors.mean()
-    if config.is_weighted:  # 0/0 of samples without length, with gradients of 0: as cross_entropy ignores targets
-        loss = (errors * batch.lengths)[batch.lengths > 0].sum() / batch.lengths.sum()
+    if config.is_weighted:
+        loss = (errors * batch.lengths).sum() / batch.lengths.sum().clamp(min=1)
     if module.training and rank() == config.fault_rank:
         is_late = module.num_calls > config.fault_step + 1  # the first calls are rehearsals
         is_short = config.fault == "memory_probe" or (config.fault == "memory_later" and is_late)

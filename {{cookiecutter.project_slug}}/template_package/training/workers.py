@@ -1,0 +1,62 @@
+"""A loader's worker processes: how they begin and end, and what is told if the system ends one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..launching.starting import ENDINGS, die_with_parent
+
+MAX_NAMED = 64
+"""Samples that an error lists."""
+
+
+def start_worker(rank_pid: int, _worker_id: int) -> None:
+    """What a worker does first."""
+    die_with_parent(rank_pid)
+    os.setpgrp()  # Ctrl-C and a scheduler's SIGTERM go to a whole group: the rank decides, and saves first
+    for number in ENDINGS:  # some tell each process of a run
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)  # for what your code starts here
+    torch.set_num_threads(1)
+
+
+def kill_workers() -> None:
+    """At exit. Python would ask them to end, which they do not hear, and wait."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that a worker was killed
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+class WaitedFor:
+    """The micro-batches; if the system ends a worker, the error tells which samples were waited for.
+
+    No generator: an exception that passes through one would drop torch's iterator, which then waits for its workers.
+    """
+
+    def __init__(self, micro_batches: Iterator[Any], asked: Iterator[list[int]]) -> None:
+        self._micro_batches, self._asked = micro_batches, asked
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            micro_batch = next(self._micro_batches)
+        except RuntimeError as error:
+            if str(error).startswith("DataLoader worker") and (indices := next(self._asked, None)):
+                error.add_note(f"while waiting for {name_samples(indices)}")
+            raise
+        next(self._asked)
+        return micro_batch
+
+
+def name_samples(indices: list[int]) -> str:
+    more = f" and {len(indices) - MAX_NAMED} more" if len(indices) > MAX_NAMED else ""
+    return f"the samples {indices[:MAX_NAMED]}{more}"
