@@ -120,7 +120,7 @@ def test_every_rule_refuses_something_and_following_its_remedy_helps(path: Path)
             "strategy=fsdp ddp.static_graph=true training.micro_batch_size=4",
             "ddp.static_graph=true: strategy=fsdp has no such setting. Set it to false, or strategy=ddp.",
         ),
-        ("strategy=data_parallel ddp.find_unused_parameters=true", "strategy=data_parallel has no such setting"),
+        ("strategy=fsdp ddp.find_unused_parameters=true", "strategy=fsdp has no such setting"),
         ("schedule.min_learning_rate=1", "must not be above optimizer.learning_rate"),
         ("schedule.milestones=0.7,0.5", "in rising order"),
         ("schedule.milestones=0.5,1.5", "fractions between 0 and 1"),
