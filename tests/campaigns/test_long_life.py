@@ -20,6 +20,10 @@ samples of 9 numbers of 4 bytes), and four times that with what Python and torch
 SHORT_GROWTH_MIB = 12
 """The blocks that allocators keep come early: in 4,000 steps even the second half has its share of them."""
 
+MORE_FILES = 8
+"""A batch on its way from a worker is an open file for each tensor. One kept an evaluation would be
+15 in 3,000 steps."""
+
 
 @pytest.mark.timeout(3600)
 def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long: bool, report: Report) -> None:
@@ -52,7 +56,8 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     growth, tries = last[1] - middle[1], Tries()
     with tries.one(f"{growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
         assert growth < (GROWTH_MIB if is_long else SHORT_GROWTH_MIB)
-        assert last[2:] == first[2:]
+        assert last[2] - first[2] <= MORE_FILES
+        assert last[3] == first[3]
         assert list(project.directory("run").glob("tensorboard/events.out.tfevents.*"))
         assert project.json("run", "summary.json")["status"] == "complete"
     rows = [f"| {step} | {memory:.0f} | {files} | {threads} |" for step, memory, files, threads in samples]

@@ -172,7 +172,7 @@ def test_what_comes_from_hugging_face_is_refused_without_its_library(monkeypatch
     monkeypatch.setattr("template_package.dataset.find_spec", lambda _: None)
     for make, key in ((DataConfig, "tokenizer"), (ModelConfig, "pretrained")):
         with pytest.raises(ValueError, match=f"{key}=x: transformers is not installed. Run pip install"):
-            make(**{key: "x"})
+            make(**{key: "x"})  # type: ignore[arg-type]
 
 
 def save_tiny_bert(folder: Path) -> None:
