@@ -106,7 +106,7 @@ class Evaluator:
         save()  # while the evaluation is pending: the next start begins with it
         found = gather_objects(self._loader.find_non_finite())
         bad: list[int] = from_main(lambda: sorted({index for of_rank in found or [] for index in of_rank}))
-        named = name_bad(bad) or "none holds a NaN or infinity: it arises in the model or in compute_loss"
+        named = name_bad(bad) or "none was found to hold a NaN or infinity: look at the model and compute_loss"
         raise NonFiniteError(
             f"{words}. Of the {self.num_samples} samples {named}. Mend that, and the same command continues."
         )
