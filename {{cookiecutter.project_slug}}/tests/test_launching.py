@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +18,7 @@ from template_package.config import Config, LaunchConfig, load_config
 from template_package.launching.environment import Launched, find_launcher
 from template_package.launching.launcher import find_node
 from template_package.launching.network import choose_interface
+from template_package.launching.processes import OUT_OF_MEMORY, Report, run_processes
 from template_package.launching.starting import num_usable_cores
 from template_package.validation import ConfigError
 
@@ -158,3 +164,37 @@ def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
     output = project.run("device_ids=auto", "model.fault=kill_once", "checkpoint.every_steps=1", command=torchrun)
     assert "resuming after step" in output
     assert project.lines("run") == project.lines("undisturbed")
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_rank_that_was_killed_while_others_could_hear_its_agent(project: Project) -> None:
+    (project.folder / "seconds_per_evaluation").write_text("0.3", encoding="utf-8")  # 37 samples, one at a time
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    words = ("device_ids=cpu,cpu", "training.epochs=1", "evaluation.micro_batch_size=1", "checkpoint.every_steps=2")
+    process = project.start(*words, command=torchrun)
+    metrics, deadline = project.directory("run") / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text("utf-8").count("\n") == 7) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    os.kill(int(re.findall(r"pid=(\d+)", log)[-1]), signal.SIGKILL)
+    output = "".join(process.communicate(timeout=90))
+    assert process.returncode == 0 and "resuming after step" in output, output
+    assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def test_a_stopped_run_is_not_started_again_with_less_memory() -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    code, _ = run_processes(
+        run_out_of_memory, [(3.0,)], start_method="fork", environment={}, ask_to_stop=lambda number: True
+    )
+    assert code == 143
+    code, _ = run_processes(
+        run_out_of_memory, [(0.0,)], start_method="fork", environment={}, ask_to_stop=lambda number: True
+    )
+    assert code == OUT_OF_MEMORY
+
+
+def run_out_of_memory(seconds: float, report: Report) -> int:
+    time.sleep(seconds)
+    return OUT_OF_MEMORY

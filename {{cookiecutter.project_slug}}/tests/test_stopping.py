@@ -127,11 +127,12 @@ def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_torchruns_agent_passes_the_warning_on(project: Project) -> None:
-    options = "--nproc-per-node=2 --standalone --max-restarts=3 --signals-to-handle=SIGTERM,SIGUSR1"
+@pytest.mark.timeout(300)  # six starts one after the other
+def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_all(project: Project) -> None:
+    options = "--nproc-per-node=2 --standalone --max-restarts=2 --signals-to-handle=SIGTERM,SIGUSR1"
     words = (*WORDS, "evaluation.every_steps=1")
     project.run(*words, "name=undisturbed")
-    for number, seconds in ((signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.05)):  # the second one in an evaluation
+    for number, seconds in ((signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.05), (0, 0.0)):  # the second in an evaluation
         (project.folder / "seconds_per_evaluation").write_text(str(seconds), encoding="utf-8")
         wanted = num_lines(project) + 1
         process = project.start(*words, command=[sys.executable, "-m", "torch.distributed.run", *options.split()])
@@ -139,7 +140,7 @@ def test_torchruns_agent_passes_the_warning_on(project: Project) -> None:
             assert process.poll() is None
             time.sleep(0.02)
         time.sleep(2 * seconds)
-        process.send_signal(number)
+        process.send_signal(number) if number else one_rank(project, signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         step = project.lines("run")[-1]["step"]
         assert process.returncode == 1 and step < NUM_STEPS, errors

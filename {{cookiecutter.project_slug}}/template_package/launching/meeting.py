@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -20,6 +21,10 @@ from .environment import Launched
 
 Fingerprint = dict[str, Any]
 FAREWELL_SECONDS = 30.0
+UNHEARD = "stop/unheard"
+"""Set where ranks have stopped together because one of them was asked to. If a launcher asks, each of them is asked: so
+does torchrun before it starts them again for another's crash, and then they shall begin again.
+"""
 
 
 def arrival_timeout(launch: LaunchConfig) -> timedelta:
@@ -35,7 +40,7 @@ class MissingError(ConfigError):
 
 def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Launched]:
     """Where the ranks of a launcher meet, and this one's place with the number of this attempt. ConfigError if rank 0
-    cannot serve it, or does not.
+    cannot serve it, or does not; SystemExit if a rank of an attempt before was asked to stop.
     """
     is_served_here = launched.rank == 0 and not launched.is_store_served
     address, port = launched.master_addr, launched.master_port
@@ -50,6 +55,12 @@ def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Laun
         ) from None
     if launched.is_store_served:
         launched = launched._replace(attempt=_number_of_attempt(store, launched.rank, launched.world_size, timeout))
+        for attempt in range(launched.attempt):
+            before = dist.PrefixStore(f"attempt_{attempt}", store)
+            if before.check([UNHEARD]):
+                if launched.local_rank == 0:
+                    print("one rank was asked to stop, and all have: they do not begin again", file=sys.stderr)
+                raise SystemExit(128 + int(before.get(UNHEARD)))
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     return dist.PrefixStore(f"attempt_{launched.attempt}", store), launched
 

@@ -26,6 +26,8 @@ DONE = 64
 ASKED = "asked to stop: saving after this step (Ctrl-C again: at once)"
 OUT_OF_MEMORY = 75
 """Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
+END_SECONDS = 30.0
+"""A process that waits for a disk which does not answer does not even die of SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def _supervise(
     for process in processes:
         process.kill()  # SIGKILL: a rank inside a collective does not answer to anything else
     for process in processes:
-        process.join()
-    if failures:
+        process.join(END_SECONDS)
+    if failures and not (signals.received and failures[0].exit_code == OUT_OF_MEMORY):  # or it would begin again
         return failures[0].exit_code, failures[0]
     stopped = [128 + number for number in signals.received] + [
         code for p in processes if (code := p.exitcode) in STOPPED

@@ -13,6 +13,7 @@ import threading
 from types import FrameType
 
 from ..launching.distributed import RankContext
+from ..launching.meeting import UNHEARD
 from ..launching.processes import ASKED
 from ..launching.starting import ENDINGS
 from .logs import get_logger
@@ -57,7 +58,10 @@ class StopRequest:
         self._begun += 1
         if self._begun > self._limit:
             self._decided.wait()
-            return self._begun <= self._limit
+            if self._begun > self._limit:
+                if self._received is None:  # told by another rank: torchrun, which takes our end for a crash, was not
+                    self._store.set(UNHEARD, str(self.signal_number))
+                return False
         return True
 
     def exit_unless(self, is_complete: bool) -> None:
