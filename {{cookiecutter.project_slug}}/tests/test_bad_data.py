@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
-from conftest import Project
+from conftest import Project, children
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -25,6 +30,19 @@ def test_worker_that_the_system_ends_is_told(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1)
     assert "DataLoader worker" in output and "is killed by signal" in output and output.count(") failed:\n") == 1
     assert "while waiting for the samples [" in output
+
+
+def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Project) -> None:
+    process = project.start("loader.num_workers=1", "model.seconds_per_step=1.0")
+    deadline = time.monotonic() + 60
+    while not (project.directory("run") / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    (worker,) = [pid for pid in children(process.pid) if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "compute_loss" in errors
+    assert "is killed by signal" in errors and errors.count("while waiting for the samples [") == 1
 
 
 def test_data_set_that_differs_in_length_between_ranks_is_refused(project: Project) -> None:

@@ -81,6 +81,26 @@ def test_disk_that_stumbles_is_tried_again(tmp_path: Path, monkeypatch: pytest.M
         _save_model(nn.Linear(1, 1), tmp_path / "gone" / "model.safetensors")
 
 
+def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointFolder(tmp_path, None).save(state(1))
+    path, read, pauses = tmp_path / "step_00000001.pt", torch.load, list[float]()
+    monkeypatch.setattr("time.sleep", pauses.append)
+
+    def stumble(*args: Any, **options: Any) -> Any:
+        if len(pauses) < num_stumbles:
+            raise OSError(errno.ESTALE, "the disk stumbles")
+        return read(*args, **options)
+
+    monkeypatch.setattr(torch, "load", stumble)
+    num_stumbles = 2
+    assert load_checkpoint(path)["step"] == 1 and pauses == [1.0, 2.0]
+    pauses.clear()
+    num_stumbles = 3
+    with pytest.raises(OSError, match="stumbles") as caught:
+        load_checkpoint(path)
+    assert caught.value.filename == str(path)
+
+
 def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
     folder, choose = CheckpointFolder(tmp_path, keep_last=None), random.Random(5)
     folder.save({**state(7), "best": {"loss": 0.25}, "random_states": [(1, torch.arange(64, dtype=torch.uint8))]})

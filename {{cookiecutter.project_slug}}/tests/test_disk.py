@@ -1,4 +1,6 @@
-"""A disk that is full or cannot be written to ends the run in one line, with the last checkpoint whole."""
+"""A disk that is full or cannot be written to ends the run in one line, with the last checkpoint whole; a slow one
+takes time, no more.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from template_package.launching.ranks import _disk_failure
 from conftest import Project
 
 UNSHARE = ["unshare", "--map-root-user", "--mount"]
+SYNC = "os.fsync(file.fileno())"
 
 
 def has_mounts() -> bool:
@@ -56,9 +59,37 @@ def test_disk_that_cannot_be_written_to_is_told_in_one_line(project: Project) ->
     assert "Read-only file system" in output and "Traceback" not in output
 
 
+@needs_mounts
+def test_run_whose_disk_has_become_read_only_is_left_as_it_is_and_goes_on_later(project: Project) -> None:
+    project.run("name=undisturbed")
+    project.rewind("undisturbed", 14, "run")
+    files = {path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()}
+    script = 'mount --bind runs runs; mount -o remount,bind,ro runs; exec "$0" "$@"'
+    output = project.run(command=[*UNSHARE, "sh", "-c", script, sys.executable], code=1)
+    assert output.count("Read-only file system") == 1 and "Traceback" not in output
+    assert {path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()} == files
+    project.run()
+    assert project.lines("run") == project.lines("undisturbed")
+
+
+def test_slow_disk_changes_nothing_and_one_slower_than_the_limit_is_told(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "checkpoint.every_steps=2", "training.epochs=1")
+    project.run("name=undisturbed", *words)
+    project.edit("training/checkpoint.py", SYNC, f"__import__('time').sleep(1.5), {SYNC}")
+    project.run("name=slow", *words, "launch.timeout_minutes=0.2")
+    assert project.lines("slow") == project.lines("undisturbed")
+    project.edit("training/checkpoint.py", "sleep(1.5)", "sleep(600 * path.name.endswith('4.pt'))")
+    output = project.run(*words, "launch.timeout_minutes=0.1", code=1)
+    assert "no progress for launch.timeout_minutes=0.1" in output and "Raise the value" in output
+    project.edit("training/checkpoint.py", "sleep(600 ", "sleep(0 ")
+    assert "resuming after step 2 of 7" in project.run(*words)
+    assert project.lines("run") == project.lines("undisturbed")
+    assert not list(project.directory("run").rglob(".*.tmp"))
+
+
 def test_folder_without_permission_is_told_in_one_line_and_a_file_of_the_users_by_its_traceback() -> None:
     for path in ("runs", "runs/mine/logs/rank_0.log"):
         words = _disk_failure(PermissionError(errno.EACCES, "Permission denied", path), "mine")
-        assert words.startswith(f"cannot write {path}: Permission denied.")
+        assert words.startswith(f"cannot read or write {path}: Permission denied.")
     assert not _disk_failure(PermissionError(errno.EACCES, "Permission denied", "/data/17.png"), "mine")
     assert not _disk_failure(PermissionError(errno.EPERM, "Operation not permitted"), "mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -63,6 +64,19 @@ def test_hang_is_found_and_the_rank_behind_is_named(project: Project) -> None:
 def test_rank_that_does_not_even_answer_is_named(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=freeze", code=1)
     assert "Without an answer: rank 1." in output
+
+
+def test_hang_is_told_where_the_disk_takes_no_word_any_more(project: Project) -> None:
+    logs = project.directory("run") / "logs"
+    logs.mkdir(parents=True)
+    os.mkfifo(logs / "rank_0.log")  # that nobody reads: who writes more than it holds waits for ever
+    descriptor = os.open(logs / "rank_0.log", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(descriptor, bytes(3000))
+    words = ("launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
+    output = project.run(*words, command=[sys.executable], code=1)
+    os.close(descriptor)
+    assert "no progress for launch.timeout_minutes=0.05" in output
 
 
 def test_launchers_console_tells_of_a_hang(project: Project) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,18 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
     ]
     assert "\r" not in done.stdout + done.stderr
     assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 6
+
+
+def test_tracker_whose_folder_vanishes_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(ROOT / "config.yaml", ["logging.tracker=tensorboard"])
+    tracking = Tracking(tmp_path, config, RankContext(), progress=Progress(60, 1), total_steps=60)
+    for step in range(1, 8):
+        tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1.0})
+        if step == 3:
+            shutil.rmtree(tmp_path / "tensorboard")
+    tracking.close()
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 7
+    assert caplog.text.count("logging.tracker=tensorboard has failed") == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")

@@ -133,16 +133,16 @@ def _run_rank(
 
 
 def _disk_failure(error: BaseException, name: str) -> str:
-    """One line if a file could not be written for the disk's sake. name: the run's."""
-    if not isinstance(error, OSError):
+    """One line if a file of the run's could not be used for the disk's sake. name: the run's."""
+    if not isinstance(error, OSError) or hasattr(error, "__notes__"):  # they name the sample that was read
         return ""
     path = Path(str(error.filename))
     is_runs_own = ("runs", name) in pairwise(path.parts) or path.name == "runs"
     if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + NOT_ALLOWED * is_runs_own:
         return ""
     return (
-        f"cannot write {error.filename or 'to the disk'}: {error.strerror}. The last checkpoint is whole: mend the "
-        "disk, and the same command continues."
+        f"cannot read or write {error.filename or 'the disk'}: {error.strerror}. The last checkpoint is whole: mend "
+        "the disk, and the same command continues."
     )
 
 

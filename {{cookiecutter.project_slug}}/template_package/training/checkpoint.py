@@ -23,6 +23,8 @@ FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
 """What may be over in a moment: a network disk that stumbles, a full one that somebody clears."""
+SILENT = (errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN)
+"""What says nothing of the file."""
 
 
 class CheckpointFolder:
@@ -68,19 +70,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     keep_trying(path, lambda: _write_whole(path, write))
 
 
-def keep_trying(path: Path, write: Callable[[], object]) -> None:
-    """Call `write`, and again if the disk stumbles; OSError that names `path` if it refuses."""
+def keep_trying(path: Path, use: Callable[[], Any], verb: str = "write") -> Any:
+    """What `use` returns, which is called again if the disk stumbles; OSError that names `path` if it refuses."""
     for seconds in (1.0, 2.0, None):
         try:
-            write()
-            return
+            return use()
         except OSError as error:
             if error.errno is not None and error.filename is None:
                 error.filename = str(path)
             if seconds is None or error.errno not in PASSING:
                 raise
-            get_logger().warning("cannot write %s (%s): trying again in %.0f s", path, error.strerror, seconds)
+            get_logger().warning("cannot %s %s (%s): trying again in %.0f s", verb, path, error.strerror, seconds)
             time.sleep(seconds)
+    return None
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -111,17 +113,23 @@ def _save(content: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is not one."""
+    """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is not one;
+    OSError if the disk does not answer: an older one would be taken for the newest.
+    """
     if os.path.exists(path) and not os.path.isfile(path):  # unlike Path's these raise nothing
         raise ConfigError(f"checkpoint {path} is no file. Name a checkpoint of a run.")
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = keep_trying(
+            path, lambda: torch.load(path, map_location="cpu", weights_only=True), "read"
+        )
         version = state.get("format_version") if isinstance(state, dict) else None
         is_ours = isinstance(version, int) and version == FORMAT_VERSION
         is_whole = is_ours and state.pop("checksum", None) == checksum(state)
     except FileNotFoundError:
         raise ConfigError(f"checkpoint {path} does not exist. Name an existing file, or train first.") from None
     except Exception as error:  # a damaged file fails anywhere in torch's reader; another's may hold anything
+        if isinstance(error, OSError) and error.errno in SILENT:
+            raise
         reason = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
         raise ConfigError(f"checkpoint {path} cannot be read ({reason}). Remove it, or name another.") from None
     if not is_ours:

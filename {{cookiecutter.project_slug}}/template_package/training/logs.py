@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ..launching.distributed import RankContext
 from ..validation import ConfigError
+from .workers import lost_samples_named
 
 _undo = ExitStack()
 _console: TextIO | None = None
@@ -42,7 +43,8 @@ def rank_logs(run_directory: Path, context: RankContext) -> Iterator[None]:
     """The body's words go to logs/rank_<r>.log, and so does the reason if it fails."""
     log = start_logs(run_directory, context)
     try:
-        yield
+        with lost_samples_named():
+            yield
     except Exception as error:
         log.write(f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
         raise
@@ -59,7 +61,7 @@ def start_logs(run_directory: Path, context: RankContext, *, append: bool = True
     log = path.open("a" if append else "w", encoding="utf-8", errors="backslashreplace", buffering=1)
     _undo.callback(log.close)
     _add_handler(log, "%(asctime)s %(message)s")
-    if log.tell() > 0:
+    if path.stat().st_size > 0:
         log.write("\n")  # after a line that a killed process may have left unfinished
     place = {name: getattr(context, name) for name in ("rank", "local_rank", "world_size", "device")}
     words = {"host": socket.gethostname(), "pid": os.getpid(), **place}

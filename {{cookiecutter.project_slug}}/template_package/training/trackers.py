@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,14 +29,37 @@ def start_tracker(config: Config, run_directory: Path, resumed_step: int) -> Tra
     name = config.logging.tracker
     try:
         if name == "tensorboard":
-            return _TensorBoard(run_directory, resumed_step)
+            return _Spared(name, _TensorBoard(run_directory, resumed_step))
         if name == "wandb":
-            return _Wandb(run_directory, to_dict(config))
+            return _Spared(name, _Wandb(run_directory, to_dict(config)))
     except Exception as error:  # missing, or at odds with another library: no reason to lose a run
         remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""
         reason = " ".join(str(error).split())
         get_logger().warning(f"warning: no logging.tracker={name} ({reason}); figures go to metrics.jsonl.{remedy}")
     return None
+
+
+class _Spared:
+    """A tracker that the run does without from its first failure on: metrics.jsonl has all that it would show."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker: Tracker | None = tracker
+
+    def record(self, values: Mapping[str, Value]) -> None:
+        self._try(lambda tracker: tracker.record(values))
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close())
+
+    def _try(self, call: Callable[[Tracker], None]) -> None:
+        try:
+            if self._tracker is not None:
+                call(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            words = "warning: logging.tracker=%s has failed (%s): it is left out from here on, metrics.jsonl is not"
+            get_logger().warning(words, self._name, " ".join(str(error).split()))
 
 
 class _TensorBoard:
@@ -82,7 +105,7 @@ class _Wandb:
 
 
 def _without_disk_errors(error: threading.ExceptHookArgs) -> None:
-    """A full disk ends TensorBoard's thread, and then the run, which tells of it: a traceback says no more."""
+    """A full disk ends TensorBoard's thread; the next call to it fails, and is told: a traceback says no more."""
     if not isinstance(error.exc_value, OSError) or not type(error.thread).__module__.startswith("tensorboard"):
         threading.__excepthook__(error)
 

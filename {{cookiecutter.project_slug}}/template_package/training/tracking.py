@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -71,6 +72,11 @@ class Tracking:
             self._bar.set_postfix_str(figures, refresh=False)
         else:
             self.message(f"step {step}/{self._total_steps}: {figures}, {self._time_left(int(step))} left")
+
+    def sync(self) -> None:
+        """What has been recorded is on the disk afterwards."""
+        if self._is_main:
+            keep_trying(Path(self._metrics.name), lambda: os.fsync(self._metrics.fileno()))
 
     def end_epoch(self, epoch: int, mean_loss: float) -> None:
         """Begin the epoch's line on the console; an evaluation that follows before the next step completes it."""

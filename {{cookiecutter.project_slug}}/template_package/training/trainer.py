@@ -191,6 +191,7 @@ class Trainer:
             state |= self.strategy.state_dict()
             random_states = gather_random_states(self.context)
             beat()  # the disk has the whole of launch.timeout_minutes
+            self.tracking.sync()  # no checkpoint is newer than the figures
             if random_states is not None:  # rank 0
                 self.checkpoints.save(state | {"random_states": random_states}, is_best=is_best)
             self.progress.saved_step = self.progress.saved_step if is_best else self.progress.step
@@ -214,6 +215,6 @@ class Trainer:
         self.profiler.finish()
         status = "complete" if self.is_complete else "stopped"
         summary = {"status": status, "micro_batch_size": self.loader.micro_batch_size, **self.progress.summary()}
-        describe_end(self.directory, summary | times, self.config, self.strategy)
         self.tracking.close()
+        describe_end(self.directory, summary | times, self.config, self.strategy)
         self.tracking.message(f"{status}: {self.progress.describe()} ({self.directory})")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -83,17 +84,25 @@ class _Watch(threading.Thread):
         faulthandler.dump_traceback_later(self._timeout + 2 * ANSWER_SECONDS, file=self._log)
 
     def _end(self) -> NoReturn:
-        self._log.write(
-            f"no progress for {self._minutes:g} minutes after {_num_beats} beats; the stacks of this rank:\n"
-        )
-        self._log.flush()
-        faulthandler.dump_traceback(self._log)
+        _in_time(self._write_stacks)
         behind = self._ranks_behind() if self._store is not None else ""
-        self._context.abort(
+        text = (
             f"no progress for launch.timeout_minutes={self._minutes:g}: no step, evaluation batch or save.{behind} "
             f"{self._directory}/logs/rank_*.log hold the stacks of all ranks. Raise the value if one takes longer."
         )
+        _in_time(lambda: self._context.abort(text))
         os._exit(1)
+
+    def _write_stacks(self) -> None:
+        with (
+            tempfile.TemporaryFile() as file
+        ):  # faulthandler has Python's lock while it writes: not to a log that hangs
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            stacks = file.read().decode()
+        words = f"no progress for {self._minutes:g} minutes after {_num_beats} beats; the stacks of this rank:"
+        self._log.write(f"{words}\n{stacks}")
+        self._log.flush()
 
     def _ranks_behind(self) -> str:
         """Those that have come least far, or do not answer at all."""
@@ -111,3 +120,9 @@ class _Watch(threading.Thread):
             return " All ranks have come equally far."
         behind = [rank for rank in ranks if counts[rank] == min(counts)]
         return f" Behind the others: rank {', '.join(map(str, behind))}."
+
+
+def _in_time(write: Callable[[], None]) -> None:
+    """Call it, and go on after a while: it may be the disk that hangs, where the logs are too."""
+    (thread := threading.Thread(target=write, daemon=True)).start()
+    thread.join(ANSWER_SECONDS)

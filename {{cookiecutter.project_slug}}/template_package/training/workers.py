@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -14,6 +16,7 @@ from ..launching.starting import ENDINGS, die_with_parent
 
 MAX_NAMED = 64
 """Samples that an error lists."""
+_all: WeakSet[WaitedFor] = WeakSet()
 
 
 def start_worker(rank_pid: int, _worker_id: int) -> None:
@@ -35,26 +38,36 @@ def kill_workers() -> None:
 
 
 class WaitedFor:
-    """The micro-batches; if the system ends a worker, the error tells which samples were waited for.
+    """The micro-batches, and those that are still to come.
 
     No generator: an exception that passes through one would drop torch's iterator, which then waits for its workers.
     """
 
     def __init__(self, micro_batches: Iterator[Any], asked: Iterator[list[int]]) -> None:
-        self._micro_batches, self._asked = micro_batches, asked
+        self._micro_batches, self.asked = micro_batches, asked
+        _all.add(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        try:
-            micro_batch = next(self._micro_batches)
-        except RuntimeError as error:
-            if str(error).startswith("DataLoader worker") and (indices := next(self._asked, None)):
-                error.add_note(f"while waiting for {name_samples(indices)}")
-            raise
-        next(self._asked)
+        micro_batch = next(self._micro_batches)
+        next(self.asked)
         return micro_batch
+
+
+@contextmanager
+def lost_samples_named() -> Iterator[None]:
+    """If the system ends a worker while the body runs, the error tells which samples would have come next. torch raises
+    it wherever this process then is: in a forward pass, in a save.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith("DataLoader worker"):
+            for indices in [indices for waited in _all if (indices := next(waited.asked, None))]:
+                error.add_note(f"while waiting for {name_samples(indices)}")
+        raise
 
 
 def name_samples(indices: list[int]) -> str:

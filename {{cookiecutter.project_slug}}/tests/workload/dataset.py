@@ -1,5 +1,6 @@
 """Data for the tests: regression on fixed random numbers, with what the tests switch on."""
 
+import errno
 import os
 import signal
 import time
@@ -63,7 +64,7 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         if index == self.failing_index:
-            raise OSError(f"cannot read the file of sample {index} in process {os.getpid()}")
+            raise OSError(errno.EIO, f"cannot read the file of sample {index} in process {os.getpid()}")
         if index == self.config.stuck_index:
             time.sleep(3600)
         if self.config.kills_worker and torch.utils.data.get_worker_info() is not None:
