@@ -188,6 +188,11 @@ def test_brackets_on_the_command_line_are_refused_or_read_however_deep(path: Pat
             assert str(refusal.value).isprintable() and len(str(refusal.value)) < 200
 
 
+def test_a_file_without_end_is_refused_by_the_command(project: Project) -> None:
+    os.truncate(project.folder / "config.yaml", 10**11)
+    assert "is larger than 100 kB" in project.run(code=2)
+
+
 @pytest.mark.timeout(60)
 def test_a_pipe_is_no_config_that_one_waits_for(project: Project) -> None:
     (project.folder / "config.yaml").unlink()

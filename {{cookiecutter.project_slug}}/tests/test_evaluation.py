@@ -165,6 +165,14 @@ def test_validation_sample_that_is_no_number_is_named_and_nothing_is_lost(projec
     assert [line["step"] for line in project.lines("run", "validation")] == [7, 14, 21]
 
 
+def test_metric_that_is_no_number_is_told_and_never_the_best(project: Project) -> None:
+    project.edit("model.py", "metrics.update(outputs,", "metrics.update(outputs * float('nan'),")
+    output = project.run("evaluation.metric=absolute_error")
+    assert output.count("absolute_error after step 7 is not finite: this evaluation cannot be the best") == 1
+    assert project.json("run", "summary.json")["best"] is None
+    assert [line["absolute_error"] for line in project.lines("run", "validation")] == ["NaN"] * 3
+
+
 def test_checkpoint_is_named_by_any_path(project: Project) -> None:
     project.run("training.epochs=1")
     shutil.copy(project.directory("run") / "checkpoints" / "best.pt", project.folder / "copy.pt")

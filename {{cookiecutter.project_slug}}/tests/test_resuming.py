@@ -219,7 +219,7 @@ def test_what_killed_processes_left_half_written_is_no_obstacle(project: Project
     project.run("training.max_steps=3")
     left = [project.directory("run") / "checkpoints" / ".step_00000002.pt.tmp", project.directory("run") / ".tmpx8Yz1a"]
     for path in (*left, project.directory("run") / "micro_batch_size_rank_0.txt"):
-        path.touch()
+        path.write_bytes(b"\xff")
     project.run()
     assert not any(path.exists() for path in left)
     assert project.json("run", "summary.json")["steps"] == 21

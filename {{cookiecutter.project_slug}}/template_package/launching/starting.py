@@ -113,7 +113,8 @@ def warm_up(words: Sequence[str], config_path: Path) -> None:
     text = ""
     with suppress(OSError):  # told by who reads it for good
         if config_path.is_file():  # to open a pipe may take for ever
-            text = config_path.read_text(encoding="utf-8", errors="replace")
+            with config_path.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(100_000)  # a longer one is refused
     text += "".join(f"\n{word.replace('=', ': ')}" for word in words)
     device_ids = re.findall(r"^device_ids: *([^#\n]*)", text, re.MULTILINE)
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))

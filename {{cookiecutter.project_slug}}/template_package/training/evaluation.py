@@ -94,12 +94,16 @@ class Evaluator:
 
     def check_finite(self, values: dict[str, float], metric: str, step: int, save: Callable[[], None]) -> None:
         """NonFiniteError, after a last `save`, if loss and metric of what run() gave are no numbers; all ranks call it.
-        If it is the loss alone, a warning: the best checkpoint can still be told.
+        If it is one of them, a warning: the model can still be told from one that has come to nothing.
         """
-        if math.isfinite(values["loss"]):
+        bad_names = [name for name in dict.fromkeys(("loss", metric)) if not math.isfinite(values[name])]
+        if not bad_names:
             return
-        words = f"the {self._split} loss after step {step} is not finite"
-        if math.isfinite(values[metric]):
+        words = f"the {self._split} {bad_names[0]} after step {step} is not finite"
+        if bad_names == [metric] != ["loss"]:
+            get_logger().warning("warning: %s: this evaluation cannot be the best.", words)
+            return
+        if metric not in bad_names:
             get_logger().warning("warning: %s; evaluation.metric=%s is, so the run goes on.", words, metric)
             return
         get_logger().warning("%s: looking for samples with a NaN or infinity", words)

@@ -27,7 +27,7 @@ class MemoryLimit:
     def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
         self._context, self._loader = context, loader
-        text = self._path.read_text(encoding="utf-8").strip() if self._path.exists() else ""
+        text = self._path.read_text(encoding="utf-8", errors="replace").strip() if self._path.exists() else ""
         if re.fullmatch("[1-9][0-9]{0,15}", text):
             limit = int(text)
             if limit < loader.micro_batch_size:

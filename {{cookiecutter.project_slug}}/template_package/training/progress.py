@@ -74,7 +74,7 @@ class Progress:
     def judge(self, value: float, config: EvaluationConfig) -> bool:
         """Take down an evaluation; True if it is the best so far."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
-        is_better = not math.isnan(value) and (
+        is_better = math.isfinite(value) and (
             former is None or (value > former if config.mode == "max" else value < former)
         )
         if is_better:
