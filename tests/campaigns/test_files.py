@@ -100,7 +100,8 @@ def test_disk_that_vanishes_ends_the_run_and_its_return_lets_it_go_on(
         name, phase = f"run{number}", "wse"[number % 3]
         with tries.one(f"{name}, in phase {phase}"):
             (project.folder / "phase").unlink(missing_ok=True)
-            process = project.start(*WORDS, f"name={name}")
+            tracker = "logging.tracker=" + ("tensorboard" if number % 2 == 0 else "none")
+            process = project.start(*WORDS, f"name={name}", tracker)
             wait_for_phase(process, project.folder / "phase", phase, choose.randint(3, 12))
             time.sleep(choose.uniform(0.0, 0.02))
             runs.rename(elsewhere)
@@ -117,7 +118,8 @@ def test_disk_that_vanishes_ends_the_run_and_its_return_lets_it_go_on(
             project.run(*WORDS, f"name={name}")
             assert_same(project, name)
         shutil.rmtree(project.directory(name), ignore_errors=True)
-    text = f"Last steps that were saved before, of {last_saved(project, 'undisturbed')}: "
+    text = "The folder runs/ is moved elsewhere, which is how an unmounted disk looks; in every second run TensorBoard "
+    text += f"writes there too. Last steps that were saved before, of {last_saved(project, 'undisturbed')}: "
     text += f"{', '.join(map(str, sorted(ends)))}. In each case one line told it; when the disk was back, the same "
     text += "command went on to the same bits."
     report("disk that vanishes during a run", tries, f"## disk that vanishes during a run\n\n{text}", seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 
 from .conftest import Report, Tries
 
-MEBIBYTE = 2**20
 GROWTH_MIB = 4
 """In the second half of the run: allocators keep some blocks. One batch kept a step would be 6 MiB in 10,000 steps (16
 samples of 9 numbers of 4 bytes), and four times that with what Python and torch put around a tensor."""
@@ -71,7 +71,13 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
 
 
 def measure(pid: int) -> tuple[float, int, int]:
-    """Memory in MiB, open files and threads of a process and all that it has started."""
+    """Memory in MiB, open files and threads of a process and all that it has started. The memory is their own: what
+    several share counts once, and a library's file, which others on this machine may map too, does not.
+    """
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    memory = sum(process.memory_full_info().uss for process in processes) / MEBIBYTE
+    try:
+        texts = [Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8") for process in processes]
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error
+    memory = sum(int(kib) for text in texts for kib in re.findall(r"^Pss_(?:Anon|Shmem): *(\d+)", text, re.M)) / 1024
     return memory, sum(process.num_fds() for process in processes), sum(process.num_threads() for process in processes)

@@ -10,8 +10,9 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ WORKLOAD = Path(__file__).parent / "workload"
 WORDS = (
     "device_ids=cpu,cpu", "training.epochs=16", "training.global_batch_size=8", "checkpoint.every_steps=2",
     "loader.num_workers=1", "launch.timeout_minutes=1",
+)  # fmt: skip
+TORCHRUN = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 )  # fmt: skip
 END_SECONDS = 10.0
 """From the signal to the end of all processes, at most."""
@@ -60,7 +65,10 @@ def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
 
 
 def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
-    """SIGTERM or SIGUSR1 to one rank, to the launching process or to all; the run must end with 143."""
+    """SIGTERM or SIGUSR1 to one rank, to the launching process or to all; the run must end with 143. Every second run
+    is one of torchrun's (its own exit code is 1), whose agent is the launching process. The last step that
+    metrics.jsonl tells of must be saved, and summary.json must say that the run was stopped.
+    """
     return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(["rank", "launcher", GROUP])
 
 
@@ -87,9 +95,10 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     while wanted:
         project.name = f"disturbed{num_runs}"
         of_run, run = list[Hit](), Tries()
+        command = TORCHRUN if disturb is ask_to_stop and num_runs % 2 == 1 else ()
         with run.one(project.name):
             for phase in wanted[:6]:
-                if not disturb_in(project, phase, startup_seconds, disturb, choose, of_run):
+                if not disturb_in(project, phase, startup_seconds, disturb, choose, of_run, command):
                     break  # the run had come to its end
             project.run(*WORDS, f"name={project.name}")
             assert_same(project, project.name)
@@ -125,13 +134,19 @@ def run_undisturbed(project: Any) -> float:
 
 
 def disturb_in(
-    project: Any, wanted: str, startup_seconds: float, disturb: Disturb, choose: random.Random, hits: list[Hit]
+    project: Any,
+    wanted: str,
+    startup_seconds: float,
+    disturb: Disturb,
+    choose: random.Random,
+    hits: list[Hit],
+    command: Sequence[str],
 ) -> bool:
     """Start the run, disturb it in that phase, and add to `hits` what was met; False if it had come to its end."""
     marker, checkpoints = project.folder / "phase", project.directory(project.name) / "checkpoints"
     marker.unlink(missing_ok=True)
     is_resumed = any(checkpoints.glob("step_*.pt"))
-    process = project.start(*WORDS, f"name={project.name}")
+    process = project.start(*WORDS, f"name={project.name}", command=command)
     if wanted == "":
         time.sleep(choose.uniform(0.05, startup_seconds))
     else:
@@ -140,13 +155,14 @@ def disturb_in(
     if process.poll() is not None:
         assert process.returncode == 0, process.communicate()
         return False
-    family = family_of(process.pid)
+    family = family_of(process.pid, has_fork_server=not command)
     number, victim = disturb({*family.values()}, choose)
-    hits.append(hit := Hit(read(marker), victim, is_resumed))
+    hits.append(hit := Hit(read(marker), f"{victim} of torchrun's" if command else victim, is_resumed))
     told_at = time.monotonic()
     with suppress(ProcessLookupError):  # a worker that has just done its work
         if victim == GROUP:
-            os.killpg(process.pid, number)
+            for group in {process.pid, *([pid for pid, kind in family.items() if kind == "rank"] if command else [])}:
+                os.killpg(group, number)
         else:
             os.kill(choose.choice([pid for pid, kind in family.items() if kind == victim]), number)
     try:
@@ -154,18 +170,22 @@ def disturb_in(
         # A fork server that still imports torch comes to its end afterwards.
         limit = END_SECONDS + (startup_seconds if hit.phase == "" else 0.0)
         started_at = told_at if process.returncode else time.monotonic()
-        while living(process.pid) and time.monotonic() < started_at + limit:
+        while living(process.pid, family) and time.monotonic() < started_at + limit:
             time.sleep(0.02)
         seconds = time.monotonic() - started_at
-        assert seconds < limit, f"{hit}: {seconds:.1f} s, still there: {living(process.pid)}\n{output}"
+        assert seconds < limit, f"{hit}: {seconds:.1f} s, still there: {living(process.pid, family)}\n{output}"
         hit.seconds = seconds if process.returncode else 0.0
         if number != signal.SIGKILL and process.returncode == 0:  # it came too late
             assert project.json(project.name, "summary.json")["status"] == "complete"
             hits.remove(hit)
             return False
-        assert number == signal.SIGKILL or process.returncode == 128 + signal.SIGTERM, f"{process.returncode}\n{output}"
+        if number != signal.SIGKILL:
+            assert process.returncode == (1 if command else 128 + signal.SIGTERM), f"{process.returncode}\n{output}"
+            saved = max(int(path.stem[5:]) for path in checkpoints.glob("step_*.pt"))
+            assert saved == project.lines(project.name)[-1]["step"], output
+            assert project.json(project.name, "summary.json")["status"] == "stopped", output
     finally:
-        for pid in living(process.pid):
+        for pid in living(process.pid, family):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return True
@@ -182,22 +202,25 @@ def describe(hits: list[Hit]) -> str:
     return "\n".join(lines) + f"\n\n{limits} {num_resumed} of the start-ups were those of a run that went on."
 
 
-def family_of(launcher: int) -> dict[int, str]:
-    """The processes of a run, by id. The ranks are children of the fork server, and the workers theirs."""
+def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
+    """The processes of a run, by id. The ranks are children of the fork server or of torchrun's agent, and the workers
+    theirs.
+    """
     family = {launcher: "launcher"}
     with suppress(psutil.Error):  # one has just ended
         for child in psutil.Process(launcher).children():
             family |= {process.pid: "helper" for process in [child, *child.children(recursive=True)]}
-            family |= {process.pid: "rank" for process in child.children()}
+            family |= {process.pid: "rank" for process in (child.children() if has_fork_server else [child])}
     return family
 
 
-def living(session: int) -> list[int]:
-    """All processes of a run: its command was started in a session of its own."""
+def living(session: int, family: dict[int, str]) -> list[int]:
+    """All processes of a run: its command was started in a session of its own, and so is each rank by torchrun."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+            is_own = process.pid in family or os.getsid(process.pid) == session
+            if is_own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
@@ -231,7 +254,8 @@ def assert_same(project: Any, name: str) -> None:
             assert_equal(first[key], second[key], f"{file}: {key}")
     exported, expected = (load_file(project.directory(run) / "model.safetensors") for run in (name, "undisturbed"))
     assert_equal(exported, expected, "model.safetensors")
-    assert not list(project.directory(name).rglob(".*.tmp"))
+    left = [*project.directory(name).rglob(".*.tmp"), *project.directory(name).glob(".tmp*")]  # safetensors' own
+    assert not left
 
 
 def assert_equal(first: Any, second: Any, place: str) -> None:
