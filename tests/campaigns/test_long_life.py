@@ -14,9 +14,12 @@ import pytest
 
 from .conftest import Report, Tries
 
-GROWTH_MIB = 4
-"""In the second half of the run: allocators keep some blocks. One batch kept a step would be 6 MiB in 10,000 steps (16
-samples of 9 numbers of 4 bytes), and four times that with what Python and torch put around a tensor."""
+GROWTH_MIB = 20
+"""After the first 1,000 steps, of about 630: allocators keep some blocks, most of them early. A KiB kept a step would
+be 19 MiB in each rank."""
+LATE_GROWTH_MIB = 4
+"""In the second half of the run. One batch kept a step would be 6 MiB in 10,000 steps (16 samples of 9 numbers of 4
+bytes), and four times that with what Python and torch put around a tensor."""
 SHORT_GROWTH_MIB = 12
 """The blocks that allocators keep come early: in 4,000 steps even the second half has its share of them."""
 
@@ -53,9 +56,10 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     assert len(samples) >= num_steps // 1_250
     first, last = samples[0], samples[-1]
     middle = next(sample for sample in samples if sample[0] >= num_steps // 2)
-    growth, tries = last[1] - middle[1], Tries()
-    with tries.one(f"{growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
-        assert growth < (GROWTH_MIB if is_long else SHORT_GROWTH_MIB)
+    growth, late_growth, tries = last[1] - first[1], last[1] - middle[1], Tries()
+    with tries.one(f"{growth:.1f} and {late_growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
+        assert growth < GROWTH_MIB
+        assert late_growth < (LATE_GROWTH_MIB if is_long else SHORT_GROWTH_MIB)
         assert last[2] - first[2] <= MORE_FILES
         assert last[3] == first[3]
         assert list(project.directory("run").glob("tensorboard/events.out.tfevents.*"))
@@ -65,7 +69,8 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
         f"{num_steps} steps: memory, open files, threads",
         tries,
         f"## {num_steps} steps on two ranks\n\nOf all processes of the run, each rank's loader worker among them; "
-        f"evaluations, 200 steps apart, start others and end them:\n\n"
+        f"evaluations, 200 steps apart, start others and end them. Allowed: {GROWTH_MIB} MiB more after the first "
+        f"1,000 steps, {LATE_GROWTH_MIB} of them in the second half; {MORE_FILES} open files more; no thread more.\n\n"
         "| step | memory MiB | open files | threads |\n|---:|---:|---:|---:|\n" + "\n".join(rows),
     )
 

@@ -95,7 +95,7 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     while wanted:
         project.name = f"disturbed{num_runs}"
         of_run, run = list[Hit](), Tries()
-        command = TORCHRUN if disturb is ask_to_stop and num_runs % 2 == 1 else ()
+        command = TORCHRUN if disturb is ask_to_stop and num_runs % 2 == 0 else ()
         with run.one(project.name):
             for phase in wanted[:6]:
                 if not disturb_in(project, phase, startup_seconds, disturb, choose, of_run, command):
