@@ -49,11 +49,11 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
         if step >= (samples[-1][0] if samples else 0) + 1_000 and is_between:
             try:
                 samples.append((step, *measure(process.pid)))
-            except psutil.Error:  # it has just ended
-                break
+            except psutil.Error:  # one of its processes has just ended
+                continue
     reading.join(timeout=60)
     assert process.returncode == 0, "".join(outputs)[-5000:]
-    assert len(samples) >= num_steps // 1_250
+    assert len(samples) >= num_steps // 2_000
     first, last = samples[0], samples[-1]
     middle = next(sample for sample in samples if sample[0] >= num_steps // 2)
     growth, late_growth, tries = last[1] - first[1], last[1] - middle[1], Tries()

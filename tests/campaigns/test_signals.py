@@ -156,13 +156,14 @@ def disturb_in(
         assert process.returncode == 0, process.communicate()
         return False
     family = family_of(process.pid, has_fork_server=not command)
+    sessions = {process.pid} | ({pid for pid, kind in family.items() if kind == "rank"} if command else set())
     number, victim = disturb({*family.values()}, choose)
     hits.append(hit := Hit(read(marker), f"{victim} of torchrun's" if command else victim, is_resumed))
     told_at = time.monotonic()
     with suppress(ProcessLookupError):  # a worker that has just done its work
         if victim == GROUP:
-            for group in {process.pid, *([pid for pid, kind in family.items() if kind == "rank"] if command else [])}:
-                os.killpg(group, number)
+            for session in sessions:
+                os.killpg(session, number)
         else:
             os.kill(choose.choice([pid for pid, kind in family.items() if kind == victim]), number)
     try:
@@ -170,10 +171,10 @@ def disturb_in(
         # A fork server that still imports torch comes to its end afterwards.
         limit = END_SECONDS + (startup_seconds if hit.phase == "" else 0.0)
         started_at = told_at if process.returncode else time.monotonic()
-        while living(process.pid, family) and time.monotonic() < started_at + limit:
+        while living(sessions) and time.monotonic() < started_at + limit:
             time.sleep(0.02)
         seconds = time.monotonic() - started_at
-        assert seconds < limit, f"{hit}: {seconds:.1f} s, still there: {living(process.pid, family)}\n{output}"
+        assert seconds < limit, f"{hit}: {seconds:.1f} s, still there: {living(sessions)}\n{output}"
         hit.seconds = seconds if process.returncode else 0.0
         if number != signal.SIGKILL and process.returncode == 0:  # it came too late
             assert project.json(project.name, "summary.json")["status"] == "complete"
@@ -185,7 +186,7 @@ def disturb_in(
             assert saved == project.lines(project.name)[-1]["step"], output
             assert project.json(project.name, "summary.json")["status"] == "stopped", output
     finally:
-        for pid in living(process.pid, family):
+        for pid in living(sessions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return True
@@ -214,13 +215,12 @@ def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
     return family
 
 
-def living(session: int, family: dict[int, str]) -> list[int]:
+def living(sessions: set[int]) -> list[int]:
     """All processes of a run: its command was started in a session of its own, and so is each rank by torchrun."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended
-            is_own = process.pid in family or os.getsid(process.pid) == session
-            if is_own and process.status() != psutil.STATUS_ZOMBIE:
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

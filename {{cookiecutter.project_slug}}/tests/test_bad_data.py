@@ -35,9 +35,10 @@ def test_worker_that_the_system_ends_is_told(project: Project) -> None:
 def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Project) -> None:
     process = project.start("loader.num_workers=1", "model.seconds_per_step=1.0")
     deadline = time.monotonic() + 60
-    while not (project.directory("run") / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.5)
+    metrics = project.directory("run") / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text("utf-8")) and time.monotonic() < deadline:
+        time.sleep(0.02)  # a step has been made
+    time.sleep(0.3)
     (worker,) = [pid for pid in children(process.pid) if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(worker, signal.SIGKILL)
     _, errors = process.communicate(timeout=60)

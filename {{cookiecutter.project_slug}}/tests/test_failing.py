@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,12 +71,19 @@ def test_hang_is_told_where_the_disk_takes_no_word_any_more(project: Project) ->
     logs.mkdir(parents=True)
     os.mkfifo(logs / "rank_0.log")  # that nobody reads: who writes more than it holds waits for ever
     descriptor = os.open(logs / "rank_0.log", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(descriptor, bytes(3000))
-    words = ("launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
-    output = project.run(*words, command=[sys.executable], code=1)
+    process = project.start("launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
+    said = b""
+    while b"step 2/21" not in said:
+        assert process.poll() is None
+        time.sleep(0.02)
+        with suppress(BlockingIOError):
+            said += os.read(descriptor, 4096)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(descriptor, b".")
+    _, errors = process.communicate(timeout=60)
     os.close(descriptor)
-    assert "no progress for launch.timeout_minutes=0.05" in output
+    assert process.returncode == 1 and "no progress for launch.timeout_minutes=0.05" in errors
 
 
 def test_launchers_console_tells_of_a_hang(project: Project) -> None:

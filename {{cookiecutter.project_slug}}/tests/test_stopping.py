@@ -126,6 +126,17 @@ def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
     assert process.returncode == 130 and "Traceback" not in errors
 
 
+def test_only_rank_that_is_asked_in_the_step_in_which_memory_runs_out_does_not_begin_again(project: Project) -> None:
+    words = ("model.fault=memory_later", "model.fault_rank=0", "model.seconds_per_step=1.0")
+    process, deadline = project.start(*words), time.monotonic() + 60
+    while num_lines(project) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    output = "".join(process.communicate(timeout=60))
+    assert process.returncode == 143 and "trying 8" in output and "starting again" not in output, output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # six starts one after the other
 def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_all(project: Project) -> None:

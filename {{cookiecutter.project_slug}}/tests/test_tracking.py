@@ -175,7 +175,11 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
     assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 6
 
 
-def test_tracker_whose_folder_vanishes_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_whose_folder_vanishes_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(get_logger(), "propagate", True)
     config = load_config(ROOT / "config.yaml", ["logging.tracker=tensorboard"])
     tracking = Tracking(tmp_path, config, RankContext(), progress=Progress(60, 1), total_steps=60)
     for step in range(1, 8):

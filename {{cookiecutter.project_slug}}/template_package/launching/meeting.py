@@ -22,8 +22,8 @@ from .environment import Launched
 Fingerprint = dict[str, Any]
 FAREWELL_SECONDS = 30.0
 UNHEARD = "stop/unheard"
-"""Set where ranks have stopped together because one of them was asked to. If a launcher asks, each of them is asked: so
-does torchrun before it starts them again for another's crash, and then they shall begin again.
+"""Set by a rank that has stopped because another one of its node was asked to. torchrun's agent asks all ranks of its
+node, also before it starts them again for a crash elsewhere: then they shall begin again.
 """
 
 

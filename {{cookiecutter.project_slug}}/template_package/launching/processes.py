@@ -109,16 +109,22 @@ def _supervise(
             if not ask_to_stop(signals.received[0]):
                 break
             print(ASKED, file=sys.stderr)
-    if peers is not None and (codes := [_known(p.exitcode) for p in processes if _has_failed(p)]):
-        peers.announce(max(codes))  # at once: their ranks are about to lose their connections to these
+    codes = [_known(p.exitcode) for p in processes if _has_failed(p)]
+    is_stopped = bool(signals.received) and OUT_OF_MEMORY in codes  # it would begin again
+    if peers is not None and codes:
+        # At once: their ranks are about to lose their connections to these.
+        peers.announce(128 + signals.received[0] if is_stopped else max(codes))
     if alive and not signals.received:
         time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
     failures = _failures(processes, reports)
     for process in processes:
         process.kill()  # SIGKILL: a rank inside a collective does not answer to anything else
+    deadline = time.monotonic() + END_SECONDS
     for process in processes:
-        process.join(END_SECONDS)
-    if failures and not (signals.received and failures[0].exit_code == OUT_OF_MEMORY):  # or it would begin again
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():  # Python would wait for it at its own end
+            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    if failures and not is_stopped:
         return failures[0].exit_code, failures[0]
     stopped = [128 + number for number in signals.received] + [
         code for p in processes if (code := p.exitcode) in STOPPED

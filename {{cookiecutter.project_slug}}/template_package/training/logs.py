@@ -114,9 +114,6 @@ class _Tee:
 
     def write(self, text: str) -> int:
         *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            if self._log is not None:
-                self._log.write(line.rpartition("\r")[2] + "\n")  # of a line that drew itself anew, the last state
         self._held += text
         if _bar is None:
             self._release(len(self._held))
@@ -126,6 +123,9 @@ class _Tee:
                 self._release(self._held.rfind("\n") + 1)
                 self.flush()
                 _bar.refresh()
+        if self._log is not None:  # last: its disk may hang
+            for line in lines:
+                self._log.write(line.rpartition("\r")[2] + "\n")  # of a line that drew itself anew, the last state
         return len(text)
 
     def flush(self) -> None:

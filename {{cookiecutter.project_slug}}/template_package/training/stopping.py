@@ -47,11 +47,13 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Put the former signal handlers back."""
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if kind is SystemExit and self._context.store is None and self._received is not None:
+            raise SystemExit(128 + self._received)  # out of memory: the only rank would begin again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
@@ -59,7 +61,9 @@ class StopRequest:
         if self._begun > self._limit:
             self._decided.wait()
             if self._begun > self._limit:
-                if self._received is None:  # told by another rank: torchrun, which takes our end for a crash, was not
+                if (
+                    self._received is None and self._is_asked_here()
+                ):  # torchrun, which takes our end for a crash, is not
                     self._store.set(UNHEARD, str(self.signal_number))
                 return False
         return True
@@ -80,9 +84,14 @@ class StopRequest:
             self.signal_number, self._limit = number, self._begun
             self._decided.set()
 
+    def _is_asked_here(self) -> bool:
+        """Whether it was a rank of this node that was asked: agents ask all ranks of their node, and no others."""
+        return self._store.check(["stop/node"]) and int(self._store.get("stop/node")) == self._context.node_rank
+
     def _watch(self) -> None:
         while not self._store.check(["stop/signal"]):
             if self._received is not None:
+                self._store.set("stop/node", str(self._context.node_rank))
                 self._store.set("stop/signal", str(self._received))
             elif self._closed.wait(POLL_SECONDS):
                 return

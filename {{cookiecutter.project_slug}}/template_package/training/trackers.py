@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from ..config import Config, to_dict
 from .logs import get_logger
+from .workers import is_of_worker
 
 Value = float | int | str
 
@@ -57,6 +58,8 @@ class _Spared:
             if self._tracker is not None:
                 call(self._tracker)
         except Exception as error:
+            if is_of_worker(error):  # torch raises it wherever this process then is
+                raise
             self._tracker = None
             words = "warning: logging.tracker=%s has failed (%s): it is left out from here on, metrics.jsonl is not"
             get_logger().warning(words, self._name, " ".join(str(error).split()))

@@ -76,7 +76,11 @@ class Tracking:
     def sync(self) -> None:
         """What has been recorded is on the disk afterwards."""
         if self._is_main:
-            keep_trying(Path(self._metrics.name), lambda: os.fsync(self._metrics.fileno()))
+            try:
+                os.fsync(self._metrics.fileno())
+            except OSError as error:  # not again: the second time the system may say yes and have dropped them
+                error.filename = self._metrics.name
+                raise
 
     def end_epoch(self, epoch: int, mean_loss: float) -> None:
         """Begin the epoch's line on the console; an evaluation that follows before the next step completes it."""

@@ -84,6 +84,9 @@ class _Watch(threading.Thread):
         faulthandler.dump_traceback_later(self._timeout + 2 * ANSWER_SECONDS, file=self._log)
 
     def _end(self) -> NoReturn:
+        if self._store is not None:
+            self._store.set(f"hang/{self._context.rank}", str(_num_beats))
+            self._store.set("hang/found", "1")
         _in_time(self._write_stacks)
         behind = self._ranks_behind() if self._store is not None else ""
         text = (
@@ -107,8 +110,6 @@ class _Watch(threading.Thread):
     def _ranks_behind(self) -> str:
         """Those that have come least far, or do not answer at all."""
         assert self._store is not None
-        self._store.set(f"hang/{self._context.rank}", str(_num_beats))
-        self._store.set("hang/found", "1")
         ranks, deadline = range(self._context.world_size), time.monotonic() + ANSWER_SECONDS
         while not (is_all := self._store.check([f"hang/{rank}" for rank in ranks])) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -55,6 +55,9 @@ class WaitedFor:
         next(self.asked)
         return micro_batch
 
+    def has_lost_worker(self) -> bool:
+        return any((worker.exitcode or 0) < 0 for worker in getattr(self._micro_batches, "_workers", ()))
+
 
 @contextmanager
 def lost_samples_named() -> Iterator[None]:
@@ -64,10 +67,15 @@ def lost_samples_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if str(error).startswith("DataLoader worker"):
-            for indices in [indices for waited in _all if (indices := next(waited.asked, None))]:
-                error.add_note(f"while waiting for {name_samples(indices)}")
+        if is_of_worker(error):
+            for waited in [waited for waited in _all if waited.has_lost_worker()]:
+                error.add_note(f"while waiting for {name_samples(next(waited.asked, []))}")
         raise
+
+
+def is_of_worker(error: Exception) -> bool:
+    """Whether it is torch's, which says that a worker was killed."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
 def name_samples(indices: list[int]) -> str:
