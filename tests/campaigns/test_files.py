@@ -65,7 +65,7 @@ def test_disk_that_is_full_keeps_what_was_whole(
     project.run(*words, "name=undisturbed")
     needed = sum(path.stat().st_size for path in project.directory("undisturbed").rglob("*") if path.is_file())
     ends = []
-    for number in range(12 if is_long else 1):
+    for number in range(9 if is_long else 1):
         third = (number + 1) % 3  # of the run; the last twentieth would do without it
         name, size = f"full{number}", max(100, int(0.95 * needed / 1024 * (third + choose.random()) / 3))
         mount = f"mount -t tmpfs -o size={size}k tmpfs runs"
@@ -96,7 +96,7 @@ def test_disk_that_vanishes_ends_the_run_and_its_return_lets_it_go_on(
     project.run(*WORDS, "name=undisturbed")
     runs, elsewhere = project.folder / "runs", project.folder / "elsewhere"
     ends = []
-    for number in range(9 if is_long else 1):
+    for number in range(6 if is_long else 1):
         name, phase = f"run{number}", "wse"[number % 3]
         with tries.one(f"{name}, in phase {phase}"):
             (project.folder / "phase").unlink(missing_ok=True)
