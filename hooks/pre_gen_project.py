@@ -24,12 +24,15 @@ FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
 LIBRARIES = set(
     """
-    accelerate antlr4 attr attrs cookiecutter cruft datasets deepspeed einops filelock fsspec horovod huggingface_hub
-    jinja2 joblib lightning markupsafe matplotlib mpmath mypy networkx ninja numpy nvidia-ml-py omegaconf packaging
-    pandas peft pillow pip pluggy psutil pydantic pygments pynvml pytest pyyaml regex requests rich ruff
-    safetensors scikit-learn scipy sentencepiece setuptools shared_server simulated_nvml six sklearn sympy tensorboard
-    threadpoolctl tokenizers torch torchaudio torchmetrics torchvision tqdm
-    transformers triton urllib3 wandb wheel workload yaml
+    absl absl-py accelerate annotated-types antlr4 arrow attr attrs certifi charset-normalizer click cloudpickle
+    contourpy cookiecutter cpuinfo cruft cycler datasets dateutil deepspeed distro einops filelock fsspec functorch
+    git gitdb google grpc grpcio hjson horovod httpcore httpx huggingface-hub idna iniconfig jinja2 joblib
+    kiwisolver lightning markdown markdown-it markupsafe matplotlib mpl-toolkits mpmath msgpack mypy mypy-extensions
+    narwhals networkx ninja numpy nvidia-ml-py omegaconf opentelemetry packaging pandas pathspec peft pillow pip
+    platformdirs pluggy protobuf psutil py pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex
+    requests rich ruff safetensors scikit-learn scipy sentencepiece setuptools shared-server simulated-nvml six
+    sklearn sympy tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm
+    transformers triton typer typing-extensions urllib3 wandb werkzeug wheel workload xxhash yaml
     """.split()
 )
 FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())
@@ -75,7 +78,7 @@ def broken_package_rule(name: str) -> str | None:
         return "lower-case letters, digits and _, a letter first, at most 40 characters"
     if keyword.iskeyword(name) or name in sys.stdlib_module_names:
         return "no keyword and no module of Python's own"
-    if name in LIBRARIES:
+    if name.replace("_", "-") in LIBRARIES:
         return "no library that the project uses"
     if name in WINDOWS_DEVICES | FOLDERS:
         return "no name that the project or Windows uses already"

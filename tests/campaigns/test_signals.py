@@ -145,7 +145,7 @@ def disturb_in(
     """Start the run, disturb it in that phase, and add to `hits` what was met; False if it had come to its end."""
     marker, checkpoints = project.folder / "phase", project.directory(project.name) / "checkpoints"
     marker.unlink(missing_ok=True)
-    is_resumed = any(checkpoints.glob("step_*.pt"))
+    is_resumed, former_step = any(checkpoints.glob("step_*.pt")), last_step(project)
     process = project.start(*WORDS, f"name={project.name}", command=command)
     if wanted == "":
         time.sleep(choose.uniform(0.05, startup_seconds))
@@ -183,16 +183,20 @@ def disturb_in(
         if number != signal.SIGKILL:
             assert process.returncode == (1 if command else 128 + signal.SIGTERM), f"{process.returncode}\n{output}"
             saved = max((int(path.stem[5:]) for path in checkpoints.glob("step_*.pt")), default=0)
-            metrics = project.directory(project.name) / "metrics.jsonl"
-            lines = project.lines(project.name) if metrics.exists() else []  # none: the step was the rehearsal
-            assert saved == (lines[-1]["step"] if lines else 0), output
-            if lines:
+            assert saved == last_step(project), output
+            if saved > former_step:  # else it was still starting: the step was the rehearsal
                 assert project.json(project.name, "summary.json")["status"] == "stopped", output
     finally:
         for pid in living(sessions):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return True
+
+
+def last_step(project: Any) -> int:
+    """The last that metrics.jsonl tells of."""
+    has_lines = (project.directory(project.name) / "metrics.jsonl").exists()
+    return max((line["step"] for line in project.lines(project.name)), default=0) if has_lines else 0
 
 
 def describe(hits: list[Hit]) -> str:

@@ -92,6 +92,10 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
     )
 
 
+UNREADABLE = (ArithmeticError, AttributeError, BadZipFile, EOFError, MemoryError, OSError, TypeError, ValueError)
+"""What a file that is no array makes of numpy.load."""
+
+
 def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
     """The images that `run.py predict SOURCE` looks at, and what to call each of them.
 
@@ -100,7 +104,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
     try:
         array = numpy.load(Path(source), allow_pickle=False)
         images = scale(array.reshape(-1, *array.shape[-2:]))
-    except (OSError, EOFError, BadZipFile, ValueError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"predict {source}: no array of images ({error}). Make one with numpy.save.") from None
     if images.shape[1:] != (1, 8, 8) or not len(images):
         raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")

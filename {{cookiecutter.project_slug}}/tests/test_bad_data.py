@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -24,6 +25,33 @@ from conftest import Project, children
 def test_sample_is_named_and_all_ranks_end(project: Project, word: str, reason: str, sample: str, workers: int) -> None:
     output = project.run("device_ids=cpu,cpu", word, f"loader.num_workers={workers}", code=1)
     assert reason in output and sample in output and output.count(") failed:\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers"),
+    [
+        *((f"raise {end}", workers) for end in ("StopIteration", "SystemExit(0)") for workers in (0, 1)),
+        ("os._exit(3)", 1),
+    ],
+)
+def test_end_that_a_sample_asks_for_is_an_error_and_not_the_end_of_the_data(
+    project: Project, fault: str, workers: int
+) -> None:
+    line = "        inputs = self.inputs[index]["
+    project.edit("dataset.py", line, f"        if index == 5:\n            {fault}\n{line}")
+    output = project.run("training.epochs=1", f"loader.num_workers={workers}", code=1)
+    if "raise" in fault:
+        assert "while reading sample 5 of Numbers" in output and "its collate function, raised S" in output
+    else:
+        assert re.search(r"while waiting for the samples \[[^]]*\b5\b", output)
+
+
+@pytest.mark.parametrize("split", ["training", "evaluation"])
+def test_error_of_the_model_names_the_samples(project: Project, split: str) -> None:
+    is_it = "model.training and module.num_calls > 2" if split == "training" else "not model.training"
+    project.edit("model.py", "    errors = (", f"    assert not ({is_it}), 'a label out of range'\n    errors = (")
+    output = project.run("device_ids=cpu,cpu", code=1)
+    assert "a label out of range" in output and re.search(r"in a micro-batch of the samples \[\d+, ", output)
 
 
 def test_worker_that_the_system_ends_is_told(project: Project) -> None:

@@ -224,6 +224,8 @@ def test_initial_weights_that_are_none_are_refused_in_one_line(tmp_path: Path) -
             load_initial_weights(model, tmp_path / f"{name}.pt")
         assert str(caught.value).isprintable() and len(str(caught.value)) < 600
     assert "and 2981 more" in str(caught.value)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_initial_weights(model, tmp_path / ("x" * 300))
 
 
 def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:

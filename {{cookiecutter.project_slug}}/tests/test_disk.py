@@ -5,8 +5,10 @@ takes time, no more.
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -51,6 +53,39 @@ def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(proje
     for path in saved:
         assert torch.load(path, weights_only=True)["step"] == int(path.stem[5:])
     assert not list(folder.glob(".*")), "what was written in part is removed"
+
+
+@needs_mounts
+def test_disk_that_is_full_at_the_start_is_told_in_one_line(project: Project) -> None:
+    output = project.run(command=mounted("size=64k", "head -c 65536 /dev/zero > runs/full 2>&1"), code=1)
+    assert output.count("No space left on device") == 1 and "Traceback" not in output and "Logging" not in output
+
+
+def test_folder_that_is_none_is_told_in_one_line(project: Project) -> None:
+    runs = project.folder / "runs"
+    runs.symlink_to("nowhere")
+    output = project.run(code=1)
+    assert "cannot read or write runs: File exists." in output and "Traceback" not in output
+    runs.unlink()
+    checkpoints = project.directory("run") / "checkpoints"
+    checkpoints.parent.mkdir(parents=True)
+    checkpoints.write_text("no folder", encoding="utf-8")
+    output = project.run("device_ids=cpu,cpu", code=1)
+    assert "cannot read or write runs/run/checkpoints: Not a directory." in output and "Traceback" not in output
+    assert not (checkpoints.parent / "metrics.jsonl").exists(), "no new run has begun"
+
+
+def test_run_whose_folder_is_removed_ends_and_leaves_the_next_one_of_its_name_alone(project: Project) -> None:
+    process = project.start("model.seconds_per_step=0.2", "checkpoint.every_steps=1")
+    deadline = time.monotonic() + 60
+    while not list(project.directory("run").glob("checkpoints/*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    project.directory("run").rename(project.folder / "away")
+    shutil.rmtree(project.folder / "away")
+    project.run("model.seconds_per_step=0.2", "checkpoint.every_steps=1", "training.max_steps=8")
+    output = "".join(process.communicate(timeout=60))
+    assert process.returncode == 1 and "metrics.jsonl: somebody has removed it." in output, output
+    assert [line["step"] for line in project.lines("run")] == [*range(1, 9)]
 
 
 @needs_mounts

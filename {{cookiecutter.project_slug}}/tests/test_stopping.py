@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,16 @@ import pytest
 from conftest import Project, children
 
 LIMIT_SECONDS = 10.0
+WAITING = """
+def build_datasets(config: DataConfig) -> tuple[Numbers, Numbers, Numbers]:
+    from pathlib import Path
+
+    (Path(__file__).parents[1] / "waits").unlink(missing_ok=True)
+    time.sleep(2.0)
+    return build_sets(config)
+
+
+def build_sets(config: DataConfig)"""
 WORDS = (
     "device_ids=cpu,cpu", "model.dropout=0.3", "data.noise=0.1", "loader.num_workers=1", "model.seconds_per_step=0.02",
     "evaluation.micro_batch_size=1", "checkpoint.every_steps=1", "training.epochs=10",
@@ -83,6 +94,24 @@ def test_whoever_is_told_in_whatever_phase_the_run_saves_and_goes_on(project: Pr
     for split in ("train", "validation"):
         assert project.lines("run", split) == project.lines("undisturbed", split)
     assert project.json("run", "summary.json")["status"] == "complete"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_rank_that_is_asked_before_it_can_stop_stops_as_soon_as_it_can(project: Project, number: int) -> None:
+    project.edit("dataset.py", "def build_datasets(config: DataConfig)", WAITING)
+    for last_rank, devices in ((1, "cpu,cpu"), (0, "cpu")):
+        (project.folder / "waits").touch()
+        process = project.start(f"device_ids={devices}")
+        deadline = time.monotonic() + 60
+        log = project.directory("run") / "logs" / f"rank_{last_rank}.log"
+        while ((project.folder / "waits").exists() or not log.exists()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(pid_of(project, last_rank), number)
+        output = "".join(process.communicate(timeout=60))
+        assert process.returncode == 143, output
+        assert num_lines(project) <= last_rank, "the other rank may have begun a step"
+        shutil.rmtree(project.directory("run"))
+    project.run("device_ids=cpu,cpu", "training.epochs=1")
 
 
 def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Project) -> None:

@@ -192,6 +192,16 @@ def test_tracker_whose_folder_vanishes_is_left_out(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_output_that_never_ends_its_line_does_not_pile_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with rank_logs(tmp_path, RankContext()):
+        for number in range(20_000):  # a bar of the user's own
+            sys.stderr.write(f"\r{number} of 20000" + 60 * "#")
+        assert len(sys.stderr._line) < 100  # type: ignore[union-attr]
+        sys.stderr.write("\r\ndone\r\n")
+    log = (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert log.endswith("19999 of 20000" + 60 * "#" + "\ndone\n")
+
+
 def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> None:
     import pty
     import termios

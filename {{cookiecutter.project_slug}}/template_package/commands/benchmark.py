@@ -25,6 +25,7 @@ from ..benchmarking.running import Outcome, run_rounds
 from ..config import Config, to_dict
 from ..launching.starting import num_usable_cores
 from ..training.run_files import claimed, run_directory, write_json
+from ..validation import one_line
 
 
 def main(config: Config, asked: Sequence[str]) -> int:
@@ -106,6 +107,9 @@ def _publish(report: dict[str, Any], folder: Path) -> None:
     except ImportError:
         chart.unlink(missing_ok=True)
         files = "benchmark.md and .json; for the chart: pip install -c constraints.txt -e '.[plot]'"
+    except Exception as error:  # as in training/report.py: what was measured is not lost for its picture
+        chart.unlink(missing_ok=True)
+        files = f"benchmark.md and .json; there is no picture: {type(error).__name__}: {one_line(error)}"
     text = as_markdown(report, chart.name if chart.exists() else None)
     (folder / "benchmark.md").write_text(text, encoding="utf-8")
     explained = textwrap.fill(legend(report), width=120)

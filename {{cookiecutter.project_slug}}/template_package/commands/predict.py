@@ -5,7 +5,6 @@ What an input is, `read_inputs` in dataset.py says; what is predicted of it, `pr
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..training.evaluation import AUTO_MICRO_BATCH_SIZE
 from ..training.evaluation_loader import EvaluationLoader
 from ..training.logs import get_logger, rank_logs
 from ..training.report import align
-from ..training.run_files import run_directory
+from ..training.run_files import run_directory, to_json
 from ..training.watchdog import beat, hang_watched
 from ..validation import ConfigError, one_line
 from .evaluate import find_checkpoints, restore
@@ -90,7 +89,7 @@ def _predict_part(
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(to_json(row) + "\n" for row in rows)
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
     columns = [*(key for key in rows[0] if key != "input"), "input"]  # the longest last
     shown = [[f"{v:.4f}" if isinstance(v := row[key], float) else one_line(v) for key in columns] for row in rows]

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from .. import model as user_model
 from ..config import Config, to_dict
+from ..launching.environment import RUNS_FOLDER
 from ..training.checkpoint import load_checkpoint
-from ..training.run_files import RUNS_FOLDER
 
 FOLDER = Path(".smoke")
 SAVED_STEP, LAST_STEP = 2, 4

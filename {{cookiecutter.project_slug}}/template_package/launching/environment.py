@@ -25,6 +25,9 @@ HOROVODRUN_SERVER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PO
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Below Linux's ephemeral ports (32768 on), which any process may be given."""
 
+RUNS_FOLDER = "DDP_RUNS_FOLDER"
+"""Ours: names another folder than runs/."""
+
 
 class Launched(NamedTuple):
     """This process's place, given by the launcher that started it, and where the ranks meet."""

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, Protocol
 
-from .starting import ENDINGS, choose_start_method, die_with_parent, die_with_pipe, signals_held_back
+from .starting import ENDINGS, choose_start_method, die_with_parent, die_with_pipe, note_request, signals_held_back
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop and has saved its work."""
@@ -126,6 +126,8 @@ def _supervise(
             multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     if failures and not is_stopped:
         return failures[0].exit_code, failures[0]
+    if all(process.exitcode == DONE for process in processes):
+        return 0, None  # the request came too late
     stopped = [128 + number for number in signals.received] + [
         code for p in processes if (code := p.exitcode) in STOPPED
     ]
@@ -167,7 +169,7 @@ def _main(
 ) -> NoReturn:
     os.environ.update(environment)
     for number in ENDINGS:  # they reach the whole group: the launching process, or later StopRequest, decides
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, note_request if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     die_with_parent()
     launching_process = multiprocessing.parent_process()

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from ..config import Config
 from ..validation import ConfigError
 from .distributed import RankContext, join_group, leave_group, set_context
-from .environment import Launched
+from .environment import RUNS_FOLDER, Launched
 from .meeting import agree, arrival_timeout, fingerprint
 from .processes import OUT_OF_MEMORY, STOPPED, Failure, Report
-from .starting import num_usable_cores
+from .starting import num_usable_cores, requests_end_it
 
 RunFunction = Callable[[int, int, Config], None]
 Address = tuple[str, int, str]
@@ -34,7 +34,7 @@ Address = tuple[str, int, str]
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 SLOW_DISK = (errno.ETIMEDOUT, errno.EAGAIN)
 """Of a disk's if a file is named; a connection's otherwise."""
-NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+IN_THE_WAY = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 """In the run's folder; of a file of the user's the traceback tells more."""
 MAX_TEXT = 15_000
 """Characters of a failure's text: a pipe holds 64 KiB, and the launching process reads after the rank has ended."""
@@ -42,7 +42,8 @@ MAX_TEXT = 15_000
 
 def run_rank_here(run_fn: RunFunction, config: Config, context: RankContext) -> int:
     """The exit code of the only rank, in the calling process: a debugger works."""
-    return _run_rank(run_fn, config, context, partial(print_failure, place=context))
+    with requests_end_it():
+        return _run_rank(run_fn, config, context, partial(print_failure, place=context))
 
 
 def run_started_rank(run_fn: RunFunction, config: Config, place: RankContext, address: Address, report: Report) -> int:
@@ -136,9 +137,9 @@ def _disk_failure(error: BaseException, name: str) -> str:
     """One line if a file of the run's could not be used for the disk's sake. name: the run's."""
     if not isinstance(error, OSError) or hasattr(error, "__notes__"):  # they name the sample that was read
         return ""
-    path = Path(str(error.filename))
-    is_runs_own = ("runs", name) in pairwise(path.parts) or path.name == "runs"
-    if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + NOT_ALLOWED * is_runs_own:
+    path, folder = Path(str(error.filename)), Path(os.environ.get(RUNS_FOLDER, "runs"))
+    is_runs_own = (folder.name, name) in pairwise(path.parts) or path.name == folder.name
+    if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + IN_THE_WAY * is_runs_own:
         return ""
     return (
         f"cannot read or write {error.filename or 'the disk'}: {error.strerror}. The last checkpoint is whole: mend "

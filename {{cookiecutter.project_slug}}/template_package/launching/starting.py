@@ -25,6 +25,34 @@ PARENT_AT_START = os.getppid()
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
 
+early_requests: list[int] = []
+"""Signals that asked this rank to stop before it could: training/stopping.py heeds them."""
+
+
+def note_request(number: int, _frame: FrameType | None) -> None:
+    """A signal handler for the time until then."""
+    early_requests.append(number)
+
+
+@contextmanager
+def requests_end_it() -> Iterator[None]:
+    """In the body what asks to stop ends this process with 143, where SIGUSR1 would end it with 138. A run that trains
+    hears it first, and saves.
+    """
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        print("asked to stop: there is nothing to save", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    wanted = [number for number in ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in wanted:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in wanted:
+            signal.signal(number, signal.SIG_DFL)
+
 
 def num_usable_cores() -> int:
     """Cores that this process may use (a scheduler may have given it fewer than the machine has)."""

@@ -45,7 +45,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         join_alone(self.context)
         self._check(model)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if self.config.sync_batchnorm:
+        if self.config.sync_batchnorm and self.context.world_size > 1:
             model = synchronize_batchnorm(model, self.context.device)
         if self.config.activation_checkpointing:
             checkpoint_activations(model)

@@ -37,7 +37,8 @@ class CheckpointFolder:
 
     def steps(self) -> list[Path]:
         """The checkpoints in the order of their steps."""
-        return sorted(path for path in self.folder.glob("step_*.pt") if re.fullmatch(r"step_\d{8,}", path.stem))
+        names = [name for name in self._names() if re.fullmatch(r"step_\d{8,}\.pt", name)]
+        return [self.folder / name for name in sorted(names, key=lambda name: int(name[5:-3]))]
 
     def latest(self) -> Path | None:
         """The checkpoint of the last saved step."""
@@ -45,7 +46,15 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Path]:
         """All that a run can continue from; best.pt last, which may be the only one."""
-        return [*reversed(self.steps()), *([self.best] if self.best.exists() else [])]
+        return [*reversed(self.steps()), *([self.best] if self.best.name in self._names() else [])]
+
+    def _names(self) -> list[str]:
+        """OSError if the disk does not tell: Path.glob would say that there are none, and a new run would begin."""
+        try:
+            names: list[str] = keep_trying(self.folder, lambda: os.listdir(self.folder), "read")
+        except FileNotFoundError:
+            return []
+        return names
 
     @property
     def best(self) -> Path:
@@ -62,7 +71,8 @@ class CheckpointFolder:
             # A later one is what could not be read at the last start: no reason to drop what is written now.
             own = [path for path in self.steps() if int(path.stem[5:]) <= state["step"]]
             for old in own[: -self._keep_last]:
-                old.unlink()
+                with suppress(IsADirectoryError):  # whose name is such a file's
+                    old.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -27,6 +27,7 @@ from .report import METRIC, build_report, report_stem, write_report
 from .stopping import Interrupted
 from .watchdog import beat
 from .weighing import weight_of
+from .workers import samples_named
 
 AUTO_MICRO_BATCH_SIZE = 256
 
@@ -118,7 +119,8 @@ class Evaluator:
     def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
         """Write what the last run's confusion matrix tells of this checkpoint, if there is one; rank 0 writes."""
         if self._matrix is not None and self._context.is_main:
-            names = self._label_names or [str(place) for place in range(len(self._matrix))]
+            names = self._label_names or []  # perhaps of fewer or more classes than the model has
+            names = [*names, *map(str, range(len(names), len(self._matrix)))][: len(self._matrix)]
             report = build_report(f"{self._split}, checkpoint {checkpoint} (step {step})", self._matrix, names)
             write_report(report_stem(directory, self._split, checkpoint), report)
 
@@ -133,7 +135,8 @@ class Evaluator:
             loss, outputs = results
             weight = weight_of(micro_batch, self._context)
             if len(self._metrics):
-                user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
+                with samples_named(micro_batch.request.indices):
+                    user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
             # A mean over nothing may be 0/0; here no gradient comes of it.
             yield torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
 
@@ -141,7 +144,7 @@ class Evaluator:
         """Loss and outputs; None if memory has run out and half the samples may fit."""
         size = len(micro_batch.request.indices)
         try:
-            with strategy.autocast():
+            with strategy.autocast(), samples_named(micro_batch.request.indices):
                 return user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
         except RuntimeError as error:
             if not is_out_of_memory(error):

@@ -26,7 +26,7 @@ from ..launching.distributed import RankContext
 from ..launching.starting import num_usable_cores, signals_held_back
 from .random_state import cpu_generators_put_back, mix, seed_cpu_generators
 from .transfer import to_device
-from .workers import WaitedFor, kill_workers, name_samples, start_worker
+from .workers import WaitedFor, kill_workers, samples_named, start_worker
 
 Collate = Callable[[list[Any]], Any]
 
@@ -65,7 +65,8 @@ class Fetcher(Dataset[MicroBatch]):
         self.draws_alone = draws_alone
         """What draws from the rank's generators at its step resumes with them (collate, `__getitems__`). Read ahead, or
         in a worker, it draws from a seed of its own."""
-        self.hands_out_batches = _hands_out_batches(dataset)
+        self.hands_out_batches = hasattr(_below_subsets(dataset), "__getitems__")
+        self._set_epoch = getattr(_below_subsets(dataset), "set_epoch", None)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if not self.draws_alone:
@@ -75,23 +76,23 @@ class Fetcher(Dataset[MicroBatch]):
             return self._read(request)
 
     def _read(self, request: Request) -> MicroBatch:
+        with samples_named(request.indices):
+            try:
+                return MicroBatch(self._batch(request), request)
+            except (StopIteration, SystemExit) as error:  # whoever iterates over batches would take one for their end
+                raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
+
+    def _batch(self, request: Request) -> Any:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(request.epoch)
-        try:
-            if self.hands_out_batches:
-                batch = cast(Any, self._dataset).__getitems__(request.indices)
-                if isinstance(batch, list):
-                    batch = self._collate(batch)
-            else:
-                items = self._items(request)
-                with _odd_one_named(items, request.indices):
-                    batch = self._collate(items)
-        except Exception as error:
-            error.add_note(f"in a micro-batch of {name_samples(request.indices)}")
-            raise
-        return MicroBatch(batch, request)
+            if self._set_epoch is not None:
+                self._set_epoch(request.epoch)
+        if self.hands_out_batches:
+            batch = cast(Any, self._dataset).__getitems__(request.indices)
+            return self._collate(batch) if isinstance(batch, list) else batch
+        items = self._items(request)
+        with _odd_one_named(items, request.indices):
+            return self._collate(items)
 
     def _items(self, request: Request) -> list[Any]:
         items = []
@@ -100,7 +101,7 @@ class Fetcher(Dataset[MicroBatch]):
                 seed_cpu_generators(mix(self._seed, request.epoch, index))
                 try:
                     items.append(self._dataset[index])
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     error.add_note(f"while reading sample {index} of {type(self._dataset).__name__}")
                     raise
         return items
@@ -173,7 +174,8 @@ def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
     return micro_batch
 
 
-def _hands_out_batches(dataset: Any) -> bool:
-    while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
+def _below_subsets(dataset: Any) -> Any:
+    """A Subset, as of random_split(), has __getitems__ whatever the data set below offers, and no set_epoch."""
+    while type(dataset) is Subset:
         dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
+    return dataset

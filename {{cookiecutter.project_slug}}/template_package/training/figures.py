@@ -14,7 +14,7 @@ class StepFigures:
 
     def __init__(self, context: RankContext, loader: TrainLoader) -> None:
         self._context, self._loader = context, loader
-        self._epoch_loss = torch.zeros((), device=context.device)
+        self._epoch_loss = torch.zeros((), dtype=torch.float64, device=context.device)  # over a million steps
         self._num_steps = 0
 
     def add(self, step_loss: Tensor) -> None:
@@ -24,7 +24,7 @@ class StepFigures:
 
     def read(self, step_loss: Tensor) -> tuple[float, float]:
         """The global batch's mean loss, and the mean since the epoch (or this start) began; all ranks call it."""
-        parts = torch.stack([step_loss, self._epoch_loss.to(step_loss.dtype)]).double()
+        parts = torch.stack([step_loss.double(), self._epoch_loss])
         global_loss, epoch_loss = (all_reduce(parts) / self._context.world_size).tolist()
         return global_loss, self._loader.mean_over_epoch(epoch_loss, self._num_steps, global_loss)
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,7 +46,9 @@ def rank_logs(run_directory: Path, context: RankContext) -> Iterator[None]:
         with lost_samples_named():
             yield
     except Exception as error:
-        log.write(f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
+        text = f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
+        with suppress(OSError):  # what the disk does not take stands on the console
+            log.write(text)
         raise
     finally:
         stop_logs()
@@ -59,7 +61,7 @@ def start_logs(run_directory: Path, context: RankContext, *, append: bool = True
     path = run_directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("a" if append else "w", encoding="utf-8", errors="backslashreplace", buffering=1)
-    _undo.callback(log.close)
+    _undo.callback(_close, log)
     _add_handler(log, "%(asctime)s %(message)s")
     if path.stat().st_size > 0:
         log.write("\n")  # after a line that a killed process may have left unfinished
@@ -124,8 +126,10 @@ class _Tee:
                 self.flush()
                 _bar.refresh()
         if self._log is not None:  # last: its disk may hang
-            for line in lines:
-                self._log.write(line.rpartition("\r")[2] + "\n")  # of a line that drew itself anew, the last state
+            with suppress(OSError):  # or be full, which a checkpoint will tell
+                for line in lines:
+                    self._log.write(_last_state(line).rstrip("\r") + "\n")
+        self._held, self._line = _last_state(self._held), _last_state(self._line)
         return len(text)
 
     def flush(self) -> None:
@@ -137,15 +141,33 @@ class _Tee:
         """Write what still waits for the end of its line."""
         self.flush()
         if self._line and self._log is not None:
-            self._log.write(self._line + "\n")
+            with suppress(OSError):
+                self._log.write(self._line + "\n")
 
     def _release(self, length: int) -> None:
         self._stream.write(self._held[:length])
         self._held = self._held[length:]
 
 
+def _last_state(line: str) -> str:
+    """Of a line that draws itself anew, as a bar does: it may never end."""
+    return line[line.rfind("\r", 0, -1) + 1 :]
+
+
+class _Handler(logging.StreamHandler[Any]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """A traceback, but not of a full disk, which a checkpoint will tell."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def _close(log: TextIO) -> None:
+    with suppress(OSError):  # a full disk does not take what is left: the reason why the run ends tells more
+        log.close()
+
+
 def _add_handler(stream: Any, layout: str) -> None:
-    logger, handler = get_logger(), logging.StreamHandler(stream)
+    logger, handler = get_logger(), _Handler(stream)
     handler.setFormatter(logging.Formatter(layout, datefmt="%Y-%m-%d %H:%M:%S"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -98,4 +98,4 @@ def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
     """
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # saved with the optimizer, so it outlives a resume
-        group["lr"] = value if initial == peak else value * initial / peak
+        group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

@@ -17,6 +17,7 @@ from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .fetching import MicroBatch
 from .random_state import get_random_states, set_random_states
+from .workers import samples_named
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) -> None:
@@ -35,7 +36,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
 
     hook = strategy.model.register_forward_pre_hook(count_call)
     with strategy.accumulate(is_last_micro_batch=True):
-        with strategy.autocast():
+        with strategy.autocast(), samples_named(micro_batch.request.indices):
             loss, _ = user_model.compute_loss(strategy.model, micro_batch.batch)
         _check_loss(loss, num_calls)
         strategy.backward(loss, 0.0)

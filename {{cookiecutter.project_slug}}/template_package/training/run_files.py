@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import resource
@@ -21,6 +22,7 @@ import yaml
 from .. import model as user_model
 from ..config import Config, to_dict
 from ..launching.distributed import RankContext, from_main, gather_objects
+from ..launching.environment import RUNS_FOLDER
 from ..strategies.base import Strategy
 from ..validation import ConfigError
 from .checkpoint import CheckpointFolder, load_checkpoint, write_whole
@@ -29,10 +31,6 @@ from .report import report_stem, show_report
 from .weights import export_weights
 
 LIBRARIES = ("torch", "numpy", "omegaconf", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
-
-
-RUNS_FOLDER = "DDP_RUNS_FOLDER"
-"""The variable that names another folder than runs/."""
 
 
 def run_directory(config: Config) -> Path:
@@ -70,10 +68,26 @@ def is_described(directory: Path) -> bool:
     return is_complete
 
 
+def to_json(content: Any, *, indent: int | None = None) -> str:
+    """Numbers that JSON does not know become the strings "NaN", "Infinity", "-Infinity", which Python's float() and
+    JavaScript's Number() read back.
+    """
+
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [known(entry) for entry in value]
+        return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(known(content), indent=indent, ensure_ascii=False)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """`content` as readable JSON, whole or not at all."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    text = to_json(content, indent=2) + "\n"
+    # A name on the command line may be no text; JSON can hold half a character as \udcff.
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 def announce_start(directory: Path, context: RankContext) -> list[str]:

@@ -15,7 +15,7 @@ from types import FrameType
 from ..launching.distributed import RankContext
 from ..launching.meeting import UNHEARD
 from ..launching.processes import ASKED
-from ..launching.starting import ENDINGS
+from ..launching.starting import ENDINGS, early_requests
 from .logs import get_logger
 
 POLL_SECONDS = 0.2
@@ -38,6 +38,8 @@ class StopRequest:
             n for n in ENDINGS if n in (signal.SIGTERM, signal.SIGUSR1) or signal.getsignal(n) is not signal.SIG_IGN
         ]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
+        if early_requests:
+            self._received = signal.SIGTERM
         if context.store is not None:
             # A connection of its own: one that waits for an answer would hold up the other.
             self._store = context.store.clone()  # type: ignore[attr-defined]

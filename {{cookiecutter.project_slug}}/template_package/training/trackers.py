@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config import Config, to_dict
+from .checkpoint import write_whole
 from .logs import get_logger
 from .workers import is_of_worker
 
@@ -88,7 +89,7 @@ class _Wandb:
 
         id_file = run_directory / "wandb_id.txt"  # the same command later continues the same run
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
+            write_whole(id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8"))
         self._run = wandb.init(
             project=wandb.setup().settings.project or run_directory.resolve().parents[1].name,  # WANDB_PROJECT, or ours
             id=id_file.read_text(encoding="utf-8"),

@@ -1,11 +1,11 @@
 """What people and tools read while a run goes on: metrics.jsonl, TensorBoard or Weights & Biases, the progress bar.
 
-A number that JSON does not know is written as one of the strings "NaN", "Infinity", "-Infinity", which Python's float()
-and JavaScript's Number() read back. Where words go is logs.py's.
+Where words go is logs.py's.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,6 +22,7 @@ from ..launching.distributed import RankContext
 from .checkpoint import keep_trying, write_whole
 from .logs import console, get_logger, print_above
 from .progress import Progress
+from .run_files import to_json
 from .trackers import Tracker, Value, start_tracker
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
@@ -59,7 +60,7 @@ class Tracking:
         """Write {"split", "step", "epoch", "loss", ...} down as one JSON line, and show it."""
         if not self._is_main:
             return
-        self._metrics.write(json.dumps({key: _for_json(value) for key, value in values.items()}) + "\n")
+        self._metrics.write(to_json(dict(values)) + "\n")
         keep_trying(Path(self._metrics.name), self._metrics.flush)  # what is not written yet stays in its buffer
         if self._tracker is not None:
             self._tracker.record(values)
@@ -76,6 +77,8 @@ class Tracking:
     def sync(self) -> None:
         """What has been recorded is on the disk afterwards."""
         if self._is_main:
+            if os.fstat(self._metrics.fileno()).st_nlink == 0:  # with the run's folder: another may use the name now
+                raise OSError(errno.ESTALE, "somebody has removed it", self._metrics.name)
             try:
                 os.fsync(self._metrics.fileno())
             except OSError as error:  # not again: the second time the system may say yes and have dropped them
@@ -121,7 +124,7 @@ class Tracking:
 
     def _time_left(self, step: int) -> timedelta:
         seconds_a_step = (time.perf_counter() - self._started) / max(1, step - self._resumed_step)
-        return timedelta(seconds=round(seconds_a_step * (self._total_steps - step)))
+        return timedelta(seconds=round(min(seconds_a_step * (self._total_steps - step), 1e12)))  # it holds some 8e13
 
 
 def _make_bar(resumed_step: int, total_steps: int) -> tqdm:
@@ -153,10 +156,6 @@ def _place_of(line: bytes) -> float:
         return float(values["step"]) + (0.0 if values["split"] == "train" else 0.5)
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def _for_json(value: Value) -> Value:
-    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _figures(values: Mapping[str, Value]) -> str:

@@ -38,6 +38,7 @@ from .tracking import Tracking
 from .watchdog import beat, hang_watched
 from .weighing import weigh
 from .weights import build_model
+from .workers import samples_named
 
 
 class Trainer:
@@ -123,7 +124,7 @@ class Trainer:
         step_loss: Tensor | None = None
         for (batch, request), weight in weigh(self.loader.next_step(), self.context):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
-                with strategy.autocast():
+                with strategy.autocast(), samples_named(request.indices):
                     loss, _ = user_model.compute_loss(strategy.model, batch)
                 self.finite.look(loss, step)
                 beat()  # before backward, where ranks wait for each other: the one that hangs has not come so far
@@ -199,8 +200,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the state that the config asks for: the run's last checkpoint, a file's, or none."""
-        state = find_state(self.config, self.checkpoints)
-        if state is not None:
+        if (state := find_state(self.config, self.checkpoints)) is not None:
             take_up(state, self.strategy, self.progress, self.config)
             if not self.is_complete:
                 announce(state, self.config, self.progress.step, self.total_steps)
@@ -209,7 +209,7 @@ class Trainer:
     def finish(self) -> None:
         """Save what is not complete; end the loader's workers and the tracker; write summary and best weights."""
         times = self.clock.summary(self.progress.num_samples_seen)
-        if not self.is_complete or self.progress.saved_step != self.progress.step:
+        if self.progress.saved_step != self.progress.step:
             self.save()
         self.loader.close()
         self.profiler.finish()

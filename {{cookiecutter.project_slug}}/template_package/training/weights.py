@@ -101,7 +101,7 @@ def export_weights(model: nn.Module, path: Path) -> None:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it raises nothing
         raise ConfigError(
             f"checkpoint.initial_weights={path}: no such file. Name a .pt, .pth, .bin or .safetensors file."
         )

@@ -1,4 +1,4 @@
-"""A loader's worker processes: how they begin and end, and what is told if the system ends one."""
+"""A loader's worker processes: how they begin and end; and which samples an error tells of, theirs or the rank's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -56,7 +57,12 @@ class WaitedFor:
         return micro_batch
 
     def has_lost_worker(self) -> bool:
-        return any((worker.exitcode or 0) < 0 for worker in getattr(self._micro_batches, "_workers", ()))
+        return any(worker.exitcode not in (None, 0) for worker in getattr(self._micro_batches, "_workers", ()))
+
+    def outstanding(self) -> list[int]:
+        """The samples that workers were asked for and have not handed out; they read ahead."""
+        asked = islice(self.asked, getattr(self._micro_batches, "_tasks_outstanding", 1))
+        return [index for indices in asked for index in indices]
 
 
 @contextmanager
@@ -69,13 +75,24 @@ def lost_samples_named() -> Iterator[None]:
     except RuntimeError as error:
         if is_of_worker(error):
             for waited in [waited for waited in _all if waited.has_lost_worker()]:
-                error.add_note(f"while waiting for {name_samples(next(waited.asked, []))}")
+                error.add_note(f"while waiting for {name_samples(waited.outstanding())}")
         raise
 
 
 def is_of_worker(error: Exception) -> bool:
     """Whether it is torch's, which says that a worker was killed."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+
+
+@contextmanager
+def samples_named(indices: list[int]) -> Iterator[None]:
+    """If the body fails, the error tells which samples it worked on."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_worker(error):
+            error.add_note(f"in a micro-batch of {name_samples(indices)}")
+        raise
 
 
 def name_samples(indices: list[int]) -> str:
