@@ -90,7 +90,7 @@ def _override_nodes(overrides: Sequence[str]) -> Iterator[yaml.Node]:
             remedy = f"{key.lstrip('-+~').replace('-', '_') or 'KEY'}={value or ''.join(following) or 'VALUE'}"
             typed = " ".join([word, *following])
             raise ConfigError(f"{one_line(typed)}: a setting is written key=value. Write {one_line(remedy)}")
-        node: yaml.Node = TypedText(value)
+        node: yaml.Node = TypedText("", value)
         for name in reversed(key.split(".")):
             node = yaml.MappingNode("", [(yaml.ScalarNode("", name), node)])
         yield node

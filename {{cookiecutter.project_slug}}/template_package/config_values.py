@@ -22,9 +22,6 @@ _WORDS = {bool: ("true or false", "true"), int: ("an integer (64 bits)", "3"), f
 class TypedText(yaml.ScalarNode):
     """A value from the command line: text, unless its key takes a list or a section and it is written as one."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__("", text)
-
 
 def parse_yaml(text: str, source: str) -> yaml.Node:
     """The node tree of a YAML text; an empty mapping for an empty text. `source` names it in errors."""

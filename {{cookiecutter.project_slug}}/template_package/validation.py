@@ -11,6 +11,12 @@ class ConfigError(ValueError):
     exit_code = 2
 
 
+class FailureError(ConfigError):
+    """A failure, not a mistake, that one line tells better than a traceback."""
+
+    exit_code = 1
+
+
 def parse_device_ids(value: object) -> str | list[int] | list[str]:
     """`auto`, `auto:2`, or a list with one entry a rank: [0, 2] (GPUs), ["cpu", "cpu"].
 

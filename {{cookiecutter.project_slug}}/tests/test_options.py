@@ -17,9 +17,9 @@ from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.strategies.numerics import resolve_precision
-from template_package.training.finite import FiniteCheck, NonFiniteError
+from template_package.training.finite import FiniteCheck
 from template_package.training.loader import TrainLoader
-from template_package.validation import ConfigError
+from template_package.validation import ConfigError, FailureError
 
 from conftest import Project
 
@@ -177,7 +177,7 @@ def test_flag_on_a_device_names_the_first_step_and_its_samples(tmp_path: Path) -
     check._is_cpu = False  # as on a GPU, where only some steps look at the flag
     for step, loss in enumerate([1.0, float("inf"), float("nan"), 1.0], start=1):
         check.look(torch.tensor(loss), step)
-    with pytest.raises(NonFiniteError, match="the loss of step 2,"):
+    with pytest.raises(FailureError, match="the loss of step 2,"):
         check.raise_if_found()
     found = json.loads((tmp_path / "non_finite_rank_0.json").read_text(encoding="utf-8"))
     assert found["indices"] == loader.indices_of_step(2)[0] and len(found["indices"]) == 4

@@ -59,6 +59,13 @@ def test_columns_are_straight_whatever_the_characters() -> None:
     assert align([["n", "text"], ["10", "a"], ["9", "bb"]]) == [" n  text", "10  a", " 9  bb"]
 
 
+def test_classes_without_a_name_have_their_number_and_names_too_many_are_left_out() -> None:
+    for names, expected in (([], list("0123")), (["a", "b"], ["a", "b", "2", "3"]), (list("abcdef"), list("abcd"))):
+        report = build_report("t", MATRIX, names)
+        assert [entry["label"] for entry in report["classes"]] == expected
+        assert len(as_text(report).split("\n")) == 16
+
+
 def test_many_classes_are_numbered_in_the_head_of_the_matrix() -> None:
     names = [f"class number {place}" for place in range(30)]
     text = as_text(build_report("t", [[int(i == j) for j in range(30)] for i in range(30)], names))

@@ -28,7 +28,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         time_axes.plot([min(runs), max(runs)], [place, place], color="#333333", linewidth=1, marker="|", markersize=7)
     time_axes.set_title(f"time of a step of {report['global_batch_size']} samples", loc="left", fontsize=11)
     memory = [max(row["peak_memory_mib"]) for row in rows]
-    _bars(memory_axes, names, memory, colors, [_memory(mib) for mib in memory], memory)
+    labels = [f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB" for mib in memory]
+    _bars(memory_axes, names, memory, colors, labels, memory)
     memory_axes.set_title("peak memory of a rank", loc="left", fontsize=11)
     time_axes.invert_yaxis()  # the first row on top; both share the axis
     title = f"Training {report['name']} on {report['devices']}; shorter bars are better"
@@ -53,7 +54,3 @@ def _bars(
 
 def _speed_up(row: dict[str, Any]) -> str:
     return f"  ({row['speed_up']:.2f}x)" if "speed_up" in row else ""
-
-
-def _memory(mib: float) -> str:
-    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"

@@ -47,11 +47,6 @@ class Row(NamedTuple):
         start = torchrun if self.launcher == "torchrun" else "python"
         return f"{start} run.py {shlex.join([*kept, *self.words])}"
 
-    @property
-    def file_name(self) -> str:
-        """`ddp, 16-bit` as ddp-16-bit."""
-        return self.name.replace(", ", "-").replace(" ", "-")
-
     def find_difference(self, run: dict[str, Any]) -> str:
         """What was measured that is not what the row says; nothing if all is."""
         num_devices = len(self.device_ids)

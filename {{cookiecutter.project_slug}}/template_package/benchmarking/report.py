@@ -15,20 +15,20 @@ LOW_EFFICIENCY, IMPLAUSIBLE_EFFICIENCY = 0.6, 1.2
 TOLERANCE = 0.02
 """Of losses, relative: rounding and other random numbers make less."""
 
-COLUMNS = {
-    "row": "name",
-    "s/step": "seconds_per_step",
-    "spread": "spread",
-    "samples/s": "samples_per_second",
-    "speed-up": "speed_up",
-    "efficiency": "efficiency",
-    "start-up s": "startup_seconds",
-    "MiB/rank": "peak_memory_mib",
-    "waiting": "waiting_share",
-    "loss": "final_loss",
-    "precision": "precision",
-    "ranks": "world_size",
-    "wrapper": "wrapper",
+COLUMNS = {  # heading: the row's key, and how its value is shown
+    "row": ("name", "{}"),
+    "s/step": ("seconds_per_step", "{:.4g}"),
+    "spread": ("spread", "{:.0%}"),
+    "samples/s": ("samples_per_second", "{:.0f}"),
+    "speed-up": ("speed_up", "{:.2f}x"),
+    "efficiency": ("efficiency", "{:.0%}"),
+    "start-up s": ("startup_seconds", "{:.1f}"),
+    "MiB/rank": ("peak_memory_mib", "{:.0f}"),
+    "waiting": ("waiting_share", "{:.0%}"),
+    "loss": ("final_loss", "{:.4g}"),
+    "precision": ("precision", "{}"),
+    "ranks": ("world_size", "{}"),
+    "wrapper": ("wrapper", "{}"),
 }
 LEGEND = (
     "Medians over benchmark.rounds={rounds}; each run has fresh processes and times {steps} steps of "
@@ -55,20 +55,7 @@ def summarize(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The cells, headings first."""
-    return [list(COLUMNS), *([_cell(key, row) for key in COLUMNS.values()] for row in rows)]
-
-
-def as_text(cells: Sequence[Sequence[str]]) -> str:
-    """For the console: text to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    is_text = [heading in ("row", "precision", "wrapper") for heading in cells[0]]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, is_text, strict=True)
-        ).rstrip()
-        for line in cells
-    )
+    return [list(COLUMNS), *([_cell(row, *column) for column in COLUMNS.values()] for row in rows)]
 
 
 def as_markdown(report: dict[str, Any], chart: str | None) -> str:
@@ -133,29 +120,22 @@ def advise(rows: Sequence[dict[str, Any]], device_ids: Sequence[str], num_worker
         words += f" (the others reach {max(others):.2g} times its speed at most)" if others else ""
     else:
         place = f" on [{', '.join(device_ids)}]" if best["num_devices"] > 1 else ""
-        words = f"{best['name']}{_precision(best)}{place} is {best['speed_up']:.2g} times as fast as one device"
+        bits = f" ({best['precision']})" if best["precision"] != "fp32" else ""
+        words = f"{best['name']}{bits}{place} is {best['speed_up']:.2g} times as fast as one device"
     alike = [row for row in sound if row["precision"] == "fp32" and not row["is_compiled"]]
     if max(row["efficiency"] for row in alike) > IMPLAUSIBLE_EFFICIENCY:
         return best["name"], f"{words}: more devices alone do not gain so much, so measure again without other work"
+    # 16 bits make one device faster too: what sharing costs shows in fp32.
+    judged = next((row for row in alike if row["num_devices"] == best["num_devices"]), best)
     if best["waiting_share"] > MUCH_WAITING:
         share = f"{best['waiting_share']:.0%}"
         words += f"; data loading is the limit ({share} of the time): raise loader.num_workers (now {num_workers})"
-    # 16 bits make one device faster too: what sharing costs shows in fp32.
-    judged = next((row for row in alike if row["num_devices"] == best["num_devices"]), best)
-    if (
-        best["waiting_share"] <= MUCH_WAITING
-        and judged["efficiency"] < LOW_EFFICIENCY
-        and not share_hardware(device_ids)
-    ):
+    elif judged["efficiency"] < LOW_EFFICIENCY and not share_hardware(device_ids):
         words += (
             f"; sharing gradients is the limit ({judged['efficiency']:.0%} of what {best['num_devices']} devices could "
             "do): raise training.global_batch_size"
         )
     return best["name"], f"{words}: {best['command']}"
-
-
-def _precision(row: dict[str, Any]) -> str:
-    return f" ({row['precision']})" if row["precision"] != "fp32" else ""
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
@@ -188,21 +168,7 @@ def _is_off(loss: float, wanted: float, first: float) -> bool:
     return not loss <= wanted + 0.5 * max(0.0, first - wanted) + TOLERANCE * abs(wanted)
 
 
-def _cell(key: str, row: dict[str, Any]) -> str:
-    value = row.get(key)
-    match key:
-        case "seconds_per_step" | "final_loss":
-            text = f"{value:.4g}"
-        case "samples_per_second":
-            text = f"{value:.0f}"
-        case "speed_up":
-            text = "" if value is None else f"{value:.2f}x"
-        case "efficiency" | "spread" | "waiting_share":
-            text = "" if value is None else f"{value:.0%}"
-        case "startup_seconds":
-            text = f"{value:.1f}"
-        case "peak_memory_mib":
-            text = f"{max(row[key]):.0f}"
-        case _:
-            text = str(value)
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    value = max(row[key]) if key == "peak_memory_mib" else row.get(key)
+    text = "" if value is None else form.format(value)
     return f"{text} (!)" if key == "final_loss" and row.get("is_loss_off") else text

@@ -79,7 +79,7 @@ def run_once(outcome: Outcome, config_path: Path, folder: Path, countdown: Count
         else:
             outcome.reason = find_reason(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {code}"
         if outcome.reason:
-            outcome.log = log.replace(folder / f"{row.file_name}.log")
+            outcome.log = log.replace(folder / f"{row.name.replace(', ', '-').replace(' ', '-')}.log")  # ddp-16-bit.log
     finally:
         shutil.rmtree(directory)
 

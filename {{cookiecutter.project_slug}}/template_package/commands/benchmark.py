@@ -20,10 +20,11 @@ import yaml
 
 from ..benchmarking.chart import draw
 from ..benchmarking.plan import base_config, plan, take_all_devices
-from ..benchmarking.report import advise, as_markdown, as_text, legend, not_run, summarize, table
+from ..benchmarking.report import advise, as_markdown, legend, not_run, summarize, table
 from ..benchmarking.running import Outcome, run_rounds
 from ..config import Config, to_dict
 from ..launching.starting import num_usable_cores
+from ..training.report import align
 from ..training.run_files import claimed, run_directory, write_json
 from ..validation import one_line
 
@@ -112,6 +113,6 @@ def _publish(report: dict[str, Any], folder: Path) -> None:
         files = f"benchmark.md and .json; there is no picture: {type(error).__name__}: {one_line(error)}"
     text = as_markdown(report, chart.name if chart.exists() else None)
     (folder / "benchmark.md").write_text(text, encoding="utf-8")
-    explained = textwrap.fill(legend(report), width=120)
-    words = [as_text(table(report["rows"])), explained, *not_run(report), f"{folder}: {files}", report["advice"]]
+    rows, explained = "\n".join(align(table(report["rows"]))), textwrap.fill(legend(report), width=120)
+    words = [rows, explained, *not_run(report), f"{folder}: {files}", report["advice"]]
     print("\n" + "\n\n".join(words))

@@ -34,7 +34,8 @@ def main(line: CommandLine) -> int:
         for finding in _receive(reports, deadline):
             findings.append(finding)
             if not line.is_json:
-                print(_words(finding), flush=True)
+                remedy = f". {finding.remedy}" if finding.remedy else ""
+                print(f"{finding.status:8} {finding.check}: {finding.detail}{remedy}", flush=True)
     finally:
         is_left = not all([_end(process) for process in processes])
     counts = Counter(finding.status for finding in findings)
@@ -85,8 +86,3 @@ def _end(process: BaseProcess) -> bool:
     process.kill()
     process.join(timeout=1.0)
     return process.exitcode is not None
-
-
-def _words(finding: Finding) -> str:
-    line = f"{finding.status:8} {finding.check}: {finding.detail}"
-    return f"{line}. {finding.remedy}" if finding.remedy else line

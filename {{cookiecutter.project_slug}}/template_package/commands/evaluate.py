@@ -17,7 +17,7 @@ from ..training.checkpoint import CheckpointFolder, load_checkpoint
 from ..training.evaluation import Evaluator
 from ..training.logs import get_logger, rank_logs
 from ..training.random_state import seed_generators
-from ..training.report import report_stem, show_report
+from ..training.report import align, report_stem, show_report
 from ..training.resuming import check_same_values
 from ..training.run_files import run_directory, write_json
 from ..training.watchdog import hang_watched
@@ -107,11 +107,5 @@ def find_checkpoints(config: Config, directory: Path) -> list[Path]:
 
 def _table(results: list[dict[str, Any]]) -> str:
     columns = [key for key in results[0] if key != "split"]
-    rows = [columns, *([_cell(result[column]) for column in columns] for result in results)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"{results[0]['split']} split", *lines])
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    rows = [[f"{v:.4f}" if isinstance(v := result[key], float) else str(v) for key in columns] for result in results]
+    return "\n".join([f"{results[0]['split']} split", *align([columns, *rows])])

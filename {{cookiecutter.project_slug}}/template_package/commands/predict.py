@@ -19,7 +19,6 @@ from ..launching.distributed import RankContext, current_context, gather_objects
 from ..launching.launcher import find_node, launch
 from ..strategies.base import Strategy
 from ..training.checkpoint import write_whole
-from ..training.evaluation import AUTO_MICRO_BATCH_SIZE
 from ..training.evaluation_loader import EvaluationLoader
 from ..training.logs import get_logger, rank_logs
 from ..training.report import align
@@ -63,12 +62,11 @@ def _predict_part(
     strategy: Strategy, dataset: Dataset[Any], config: Config, context: RankContext
 ) -> dict[int, dict[str, Any]]:
     """{index: row} of this rank's inputs."""
-    size = config.evaluation.micro_batch_size
     loader = EvaluationLoader(
         dataset,
         config.loader,
         context,
-        micro_batch_size=AUTO_MICRO_BATCH_SIZE if size == "auto" else int(size),
+        micro_batch_size=config.evaluation.micro_batch_size,
         name="prediction",
         collate=getattr(user_data, "collate", None),
     )

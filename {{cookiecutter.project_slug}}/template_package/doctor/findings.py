@@ -40,3 +40,8 @@ class Surroundings:
             return self.config.result(timeout)
         except Exception:
             return None
+
+
+def in_one_line(error: BaseException) -> str:
+    """`ImportError: no such file`, shortened."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

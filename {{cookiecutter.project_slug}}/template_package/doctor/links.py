@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..launching.network import choose_interface
 from ..launching.starting import die_with_parent
-from .findings import Finding, Surroundings
+from .findings import Finding, Surroundings, in_one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ def _run_rank(
         ones = torch.ones(NUM_FLOATS, device=devices[rank])
         store.set(f"problem/{rank}", "")
     except Exception as error:
-        store.set(f"problem/{rank}", f"{devices[rank]}: {_one_line(error)}")
+        store.set(f"problem/{rank}", f"{devices[rank]}: {in_one_line(error)}")
     pairs = sorted(combinations(range(len(devices)), 2), key=lambda pair: sum(pair) % len(devices))
     for pair in (pair for pair in pairs if rank in pair):  # in rounds: the pairs of a round have no rank in common
         if rank == pair[0]:
@@ -111,7 +111,7 @@ def _run_rank(
             group = dist.PrefixStore(f"pair/{pair}", store)
             report.send((pair, problem or _all_reduce(ones, backend, group, pair.index(rank), timeout)))
         except Exception as error:
-            report.send((pair, _one_line(error)))
+            report.send((pair, in_one_line(error)))
     report.close()
     os._exit(0)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
 
@@ -138,7 +138,3 @@ def _all_reduce(ones: Tensor, backend: str, store: Store, rank: int, timeout: ti
     dist.destroy_process_group()
     is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
     return NUM_TIMES * values.nbytes / GIB / seconds if is_right else "the sum is wrong"
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

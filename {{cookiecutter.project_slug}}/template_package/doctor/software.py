@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..validation import ConfigError
-from .findings import Finding, Surroundings
+from .findings import Finding, Surroundings, in_one_line
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -32,7 +32,7 @@ def check_torch(around: Surroundings) -> list[Finding]:
         found: str = around.torch.result().__version__
     except Exception as error:
         anew = remedy.replace("install", "install --force-reinstall", 1)
-        return [Finding("torch", "broken", f"cannot be imported: {_one_line(error)}", anew)]
+        return [Finding("torch", "broken", f"cannot be imported: {in_one_line(error)}", anew)]
     detail = f"{found}{f', {lowest} or newer wanted' if lowest else ''}"
     return [Finding("torch", "broken", detail, remedy) if _is_older(found, lowest) else Finding("torch", "ok", detail)]
 
@@ -65,7 +65,7 @@ def check_config(around: Surroundings) -> list[Finding]:
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, SyntaxError) else f" ({Path(place.filename).name}, line {place.lineno})"
-        return [Finding("config", "broken", f"{_one_line(error)}{where}", "Mend that file.")]
+        return [Finding("config", "broken", f"{in_one_line(error)}{where}", "Mend that file.")]
     return [Finding("config", "ok", f"name={config.name}, strategy={config.strategy}")]
 
 
@@ -88,7 +88,3 @@ def _is_older(found: str, lowest: str) -> bool:
     ours, bound = (re.match(r"[\d.]*", text) for text in (found, lowest))
     assert ours is not None and bound is not None
     return [int(part) for part in re.findall(r"\d+", ours[0])] < [int(part) for part in re.findall(r"\d+", bound[0])]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -147,9 +147,8 @@ def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
     def change(values: Mapping[str, str | None]) -> None:
         for name, value in values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
 
     change(changes)

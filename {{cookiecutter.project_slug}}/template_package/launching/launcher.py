@@ -29,9 +29,6 @@ from .processes import OUT_OF_MEMORY, STOPPED, run_processes
 from .ranks import RunFunction, go_on, print_failure, run_launched_rank, run_rank_here, run_started_rank
 from .starting import PARENT_AT_START, die_with_parent, process_started_at, raise_if_interrupted
 
-ONE_PROCESS = ("data_parallel",)
-"""Strategies whose single process drives all devices."""
-
 
 @dataclass(frozen=True)
 class Node:
@@ -62,7 +59,7 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
         return _join(config, launched, environment)
     devices = take_devices(config.device_ids, config.launch, environment)
     if config.launch.nodes == 1:
-        return Node(devices, [1 if config.strategy in ONE_PROCESS else len(devices.names)])
+        return Node(devices, [1 if config.strategy == "data_parallel" else len(devices.names)])
     choose_interface(config.launch.network_interface, config.launch.master_addr)
     nodes = Nodes(config.launch, len(devices.names), fingerprint(config))
     return Node(devices, nodes.num_devices, nodes=nodes)
@@ -154,7 +151,7 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
             f"launch.nodes={config.launch.nodes}: {launched.launcher} has started this process, and says itself how "
             "many nodes there are. Leave launch.nodes at 1."
         )
-    if config.strategy in ONE_PROCESS:
+    if config.strategy == "data_parallel":
         raise ConfigError(
             f"strategy={config.strategy}: one process drives all devices, and {launched.launcher} has started one for "
             "each. Type `python run.py`, or set strategy=ddp."
@@ -196,13 +193,9 @@ def _matched(config: Config, devices: Devices, launched: Launched) -> Devices:
         return devices._replace(names=["cpu"] * num_ranks)
     if len(names) == num_ranks:
         return devices
-    how = {
-        "torchrun": f"--nproc-per-node={len(names)}",
-        "deepspeed": f"--num_gpus={len(names)}",
-        "srun": f"--ntasks-per-node={len(names)}",
-    }
+    options = {"torchrun": "--nproc-per-node=", "deepspeed": "--num_gpus=", "srun": "--ntasks-per-node="}
+    how = f"{options.get(launched.launcher, '-np ')}{len(names)}"
     raise ConfigError(
         f"device_ids={one_line(config.device_ids)}: names {len(names)} devices, but {launched.launcher} started "
-        f"{num_ranks} ranks on this node. Use {how.get(launched.launcher, f'-np {len(names)}')}, or name {num_ranks} "
-        "devices."
+        f"{num_ranks} ranks on this node. Use {how}, or name {num_ranks} devices."
     )

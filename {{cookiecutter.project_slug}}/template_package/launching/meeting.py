@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import Config, LaunchConfig, differing_keys, to_dict
-from ..validation import ConfigError
+from ..validation import ConfigError, FailureError
 from .environment import Launched
 
 Fingerprint = dict[str, Any]
@@ -30,12 +30,6 @@ node, also before it starts them again for a crash elsewhere: then they shall be
 def arrival_timeout(launch: LaunchConfig) -> timedelta:
     """How long those who are there wait for the others, who may be waiting for devices."""
     return timedelta(minutes=launch.timeout_minutes + launch.wait_minutes)
-
-
-class MissingError(ConfigError):
-    """Somebody did not come: a failure (exit code 1) that is told in one line."""
-
-    exit_code = 1
 
 
 def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Launched]:
@@ -127,10 +121,10 @@ def _absent(store: dist.Store, kind: str, keys: list[str]) -> str:
         return f"{kind} 0, or another before it,"  # the store is gone, and number 0 held it
 
 
-def missing(who: str, count: int, timeout: timedelta, error: Exception | None = None) -> MissingError:
+def missing(who: str, count: int, timeout: timedelta, error: Exception | None = None) -> FailureError:
     """To be raised when somebody has not come."""
     reason = f" ({str(error).splitlines()[0]})" if error else ""
-    return MissingError(
+    return FailureError(
         f"{who} of {count} did not arrive within {timeout.total_seconds() / 60:g} minutes (launch.timeout_minutes, and "
         f"launch.wait_minutes){reason}. See there what happened; a longer start needs a higher value."
     )

@@ -97,7 +97,8 @@ def print_failure(failure: Failure, place: RankContext, console: TextIO | None =
 def _run_rank(
     run_fn: RunFunction, config: Config, context: RankContext, report: Report, identity: dict[str, object] | None = None
 ) -> int:
-    torch.set_num_threads(_num_threads(context.local_world_size))
+    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
+    torch.set_num_threads(max(1, num_usable_cores() // context.local_world_size))
     timeout = timedelta(minutes=config.launch.timeout_minutes)
 
     def fail(text: str, code: int = 1) -> None:
@@ -112,7 +113,9 @@ def _run_rank(
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="DETAIL" if is_nccl else "INFO", NCCL_DEBUG="INFO")
             dist.set_debug_level_from_env()  # torch has read the environment when it was imported
         if context.store is not None:
-            _meet(context, arrival_timeout(config.launch), identity or {})
+            # Wait for all ranks, and refuse those that run something else.
+            count, arrival = context.world_size, arrival_timeout(config.launch)
+            agree(context.store, "rank", context.rank, count, identity or {}, arrival)
         join_group(context, config.launch.backend, 2 * timeout)  # a hang is found by training/watchdog.py, before
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
@@ -145,14 +148,3 @@ def _disk_failure(error: BaseException, name: str) -> str:
         f"cannot read or write {error.filename or 'the disk'}: {error.strerror}. The last checkpoint is whole: mend "
         "the disk, and the same command continues."
     )
-
-
-def _meet(context: RankContext, timeout: timedelta, identity: dict[str, object]) -> None:
-    """Wait for all ranks, and refuse those that run something else."""
-    assert context.store is not None
-    agree(context.store, "rank", context.rank, context.world_size, identity, timeout)
-
-
-def _num_threads(num_local_ranks: int) -> int:
-    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
-    return max(1, num_usable_cores() // num_local_ranks)

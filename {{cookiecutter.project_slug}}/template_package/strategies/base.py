@@ -131,6 +131,7 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
+        self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
         has_state = bool(self.optimizer.state)

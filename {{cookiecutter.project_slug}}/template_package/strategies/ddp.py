@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,11 +73,6 @@ class DistributedDataParallelStrategy(Strategy):
         own = own_statistics(self.module)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         return {name: tensor for name, tensor in tensors.items() if name not in own}
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the base, with rank 0's buffers, which a resumed run will have on every rank."""
-        self.synchronize_buffers()
-        return super().state_dict()
 
     def _check_averaged(self) -> None:
         """ConfigError that names the parameters for whose gradients DDP still waits, so that it has averaged none."""

@@ -7,6 +7,8 @@ zero/ holds DeepSpeed's settings, and turns the ranks' parts into the state of c
 
 from __future__ import annotations
 
+import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -15,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DdpConfig, DeepspeedConfig, TrainingConfig
-from ..launching.distributed import RankContext, join_alone
+from ..launching.distributed import RankContext, changed_environment, join_alone, launch_variables
 from ..validation import ConfigError
 from .base import BuildOptimizer, weighted
 from .ddp import DistributedDataParallelStrategy
 from .numerics import check_step, checkpoint_activations, synchronize_batchnorm
 from .sharding.gradients import GradientWatch
-from .zero.library import create_engine, import_deepspeed
 from .zero.settings import build_settings, check_optimizer
 from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
 
@@ -36,7 +37,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         super().__init__(config, context, DdpConfig())
         self._zero, self._stage = options, options.zero_stage
         self.has_collective_forward = self._stage > 0  # or a backward that has one, before the last micro-batch
-        self._deepspeed = import_deepspeed(context)
+        self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Cut what the stage cuts, which for evaluation alone is nothing below stage 3."""
@@ -69,7 +70,10 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             model.to(self.context.device)  # the buffers
         if optimizer is not None and self._stage > 0:
             groups.leave_trained(optimizer)
-        self.model, self.optimizer = create_engine(self._deepspeed, model=model, optimizer=optimizer, config=settings)
+        # mpirun's number of this rank on its node is not LOCAL_RANK, which names the device: DeepSpeed would refuse it.
+        with changed_environment({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
+            parts = self._deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        self.model, self.optimizer = parts[:2]
         self.module = model
         if optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, self.module, groups, self.context)
@@ -196,3 +200,15 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             num_good, factor = 0, state["growth_factor"]
         self.scaler.load_state_dict({**state, "scale": state["scale"] * factor, "_growth_tracker": num_good})
         self.optimizer.override_loss_scale(self.scaler.get_scale())
+
+
+def _import_deepspeed(context: RankContext) -> Any:
+    """The library, told which device to compute on (with a GPU in sight it would not take the CPU), and not to compile
+    a module for CPU ranks at its first start, which takes a minute.
+    """
+    os.environ |= {"DS_ACCELERATOR": context.device.type, "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"]}
+    warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning)
+    import deepspeed
+
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+    return deepspeed

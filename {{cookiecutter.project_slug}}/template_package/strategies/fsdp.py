@@ -124,7 +124,6 @@ class FullyShardedStrategy(Strategy):
 
     def get_weights(self) -> dict[str, Tensor]:
         """As the base, gathered one by one: all of them may not fit on a device."""
-        self.synchronize_buffers()
         weights = {}
         for name, tensor in self.module.state_dict().items():
             whole = _whole(tensor, self.context.device)
@@ -146,7 +145,8 @@ class FullyShardedStrategy(Strategy):
         num_uses = _count_uses(module)
         for unit in dict.fromkeys(blocks(module)):
             is_big = any(p.dim() > 1 for p in unit.parameters())
-            if is_big and _has_forward(unit) and _is_alone(unit, num_uses):
+            is_called = type(unit).forward is not nn.Module.forward
+            if is_big and is_called and all(num_uses[key] == count for key, count in _count_uses(unit).items()):
                 yield unit
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
@@ -192,15 +192,6 @@ def _is_rounded(module: nn.Module) -> bool:
     return of_torch and isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
 def _count_uses(module: nn.Module) -> Counter[int]:
     """Under how many names the module holds each of its parameters."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-
-
-def _is_alone(module: nn.Module, num_uses: Counter[int]) -> bool:
-    """Whether all uses of its parameters are in it."""
-    return all(num_uses[key] == count for key, count in _count_uses(module).items())

@@ -92,7 +92,6 @@ def keep_trying(path: Path, use: Callable[[], Any], verb: str = "write") -> Any:
                 raise
             get_logger().warning("cannot %s %s (%s): trying again in %.0f s", verb, path, error.strerror, seconds)
             time.sleep(seconds)
-    return None
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:

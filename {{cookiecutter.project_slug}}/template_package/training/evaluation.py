@@ -16,10 +16,10 @@ from .. import model as user_model
 from ..config import Config
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
 from ..strategies.base import Strategy
-from ..validation import ConfigError
+from ..validation import ConfigError, FailureError
 from .evaluation_loader import EvaluationLoader
 from .fetching import MicroBatch
-from .finite import NonFiniteError, name_bad
+from .finite import name_bad
 from .logs import get_logger
 from .memory import is_out_of_memory
 from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
@@ -29,19 +29,16 @@ from .watchdog import beat
 from .weighing import weight_of
 from .workers import samples_named
 
-AUTO_MICRO_BATCH_SIZE = 256
-
 
 class Evaluator:
     """Evaluates a strategy's model on one data set, as often as it is asked to."""
 
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
-        size = config.evaluation.micro_batch_size
         self._loader = EvaluationLoader(
             dataset,
             config.loader,
             context,
-            micro_batch_size=AUTO_MICRO_BATCH_SIZE if size == "auto" else int(size),
+            micro_batch_size=config.evaluation.micro_batch_size,
             name=name,
             collate=getattr(user_data, "collate", None),
         )
@@ -94,7 +91,7 @@ class Evaluator:
         }
 
     def check_finite(self, values: dict[str, float], metric: str, step: int, save: Callable[[], None]) -> None:
-        """NonFiniteError, after a last `save`, if loss and metric of what run() gave are no numbers; all ranks call it.
+        """FailureError, after a last `save`, if loss and metric of what run() gave are no numbers; all ranks call it.
         If it is one of them, a warning: the model can still be told from one that has come to nothing.
         """
         bad_names = [name for name in dict.fromkeys(("loss", metric)) if not math.isfinite(values[name])]
@@ -112,16 +109,15 @@ class Evaluator:
         found = gather_objects(self._loader.find_non_finite())
         bad: list[int] = from_main(lambda: sorted({index for of_rank in found or [] for index in of_rank}))
         named = name_bad(bad) or "none was found to hold a NaN or infinity: look at the model and compute_loss"
-        raise NonFiniteError(
+        raise FailureError(
             f"{words}. Of the {self.num_samples} samples {named}. Mend that, and the same command continues."
         )
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
         """Write what the last run's confusion matrix tells of this checkpoint, if there is one; rank 0 writes."""
         if self._matrix is not None and self._context.is_main:
-            names = self._label_names or []  # perhaps of fewer or more classes than the model has
-            names = [*names, *map(str, range(len(names), len(self._matrix)))][: len(self._matrix)]
-            report = build_report(f"{self._split}, checkpoint {checkpoint} (step {step})", self._matrix, names)
+            title = f"{self._split}, checkpoint {checkpoint} (step {step})"
+            report = build_report(title, self._matrix, self._label_names or [])
             write_report(report_stem(directory, self._split, checkpoint), report)
 
     def _parts(self, strategy: Strategy, micro_batch: MicroBatch) -> Iterator[Tensor]:

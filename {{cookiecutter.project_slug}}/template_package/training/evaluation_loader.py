@@ -17,6 +17,8 @@ from .transfer import move
 from .watchdog import beat
 from .workers import MAX_NAMED
 
+AUTO_MICRO_BATCH_SIZE = 256
+
 
 class EvaluationLoader:
     """Each sample of a data set once, over all ranks; every rank runs the same number of batches.
@@ -25,11 +27,12 @@ class EvaluationLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, micro_batch_size: int,
+        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, micro_batch_size: int | str,
         name: str, collate: Collate | None = None,
     ) -> None:  # fmt: skip
         self.num_samples = check_dataset(dataset, name)
-        self._context, self._config, self.micro_batch_size = context, config, micro_batch_size
+        self._context, self._config = context, config
+        self.micro_batch_size = AUTO_MICRO_BATCH_SIZE if micro_batch_size == "auto" else int(micro_batch_size)
         self._order, lengths = torch.arange(self.num_samples), lengths_of(dataset)
         if lengths is not None:  # like lengths together, and of each some on every rank
             order = lengths.argsort(stable=True)
@@ -58,7 +61,7 @@ class EvaluationLoader:
 
     def _cut(self, indices: list[int]) -> Iterator[Request]:
         num_parts = -(-len(indices) // self.limit)
-        for number, part in enumerate(cut(indices, self.limit, num_pieces=num_parts), start=1):
+        for number, part in enumerate(cut(indices, num_parts), start=1):
             yield Request(0, part, len(part), float(len(part)), is_last=number == num_parts)
 
     def _requests(self) -> Iterator[Request]:
@@ -66,5 +69,5 @@ class EvaluationLoader:
         first, last = split_evenly(self.num_samples, world_size, self._context.rank)
         largest_part = -(-self.num_samples // world_size)
         num_batches = -(-largest_part // self.micro_batch_size)
-        for piece in cut(self._order[first:last].tolist(), self.micro_batch_size, num_pieces=num_batches):
+        for piece in cut(self._order[first:last].tolist(), num_batches):
             yield from self._cut(piece) if piece else [Request(0, [0], 0, 0.0, is_last=True)]

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
-from ..validation import ConfigError
+from ..validation import FailureError
 from .loader import TrainLoader
 from .run_files import write_json
 from .workers import MAX_NAMED
-
-
-class NonFiniteError(ConfigError):
-    """A failure (exit code 1) that is told in one line: a traceback would lead to where it was seen, not made."""
-
-    exit_code = 1
 
 
 class FiniteCheck:
@@ -43,7 +37,7 @@ class FiniteCheck:
             self._fail(step, [self._list_samples(step)])
 
     def check_weights(self, weights: list[Tensor], step: int) -> None:
-        """NonFiniteError if a weight is no number: a finite loss may have had a gradient that was none.
+        """FailureError if a weight is no number: a finite loss may have had a gradient that was none.
 
         weights: what this rank holds of them; all ranks call it and learn the same.
         """
@@ -53,7 +47,7 @@ class FiniteCheck:
             self._fail_together(step, is_seen_here=True)
 
     def raise_if_found(self) -> None:
-        """NonFiniteError if a loss was not finite; called by all ranks, where the run waits for the device anyway."""
+        """FailureError if a loss was not finite; called by all ranks, where the run waits for the device anyway."""
         if self._is_cpu:
             return
         step = int(all_reduce(self._first_step.clone(), dist.ReduceOp.MIN))
@@ -69,7 +63,7 @@ class FiniteCheck:
         has_weights = hasattr(user_model, "loss_weight")
         empty = " A micro-batch whose loss_weight is 0 needs a mean of 0, not 0/0." if has_weights else ""
         clip = "" if self._is_clipped else ", or set training.max_gradient_norm=1"
-        raise NonFiniteError(
+        raise FailureError(
             f"the loss of step {step}, or its gradient, is not finite. {'; '.join(listed)}. "
             f"Look at them, lower optimizer.learning_rate{clip}.{empty}"
         )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset
 
 from ..config import LoaderConfig
-from ..launching.distributed import RankContext, from_main, gather_objects
+from ..launching.distributed import RankContext, broadcast_object, gather_objects
 from ..validation import ConfigError
 from .fetching import Collate, Fetcher, MicroBatch, Request, read_batches
 from .random_state import cpu_generators_put_back, mix
@@ -52,10 +52,9 @@ def split_evenly(num_samples: int, num_parts: int, part: int) -> tuple[int, int]
     return num_samples * part // num_parts, num_samples * (part + 1) // num_parts
 
 
-def cut(indices: list[int], size: int, *, num_pieces: int | None = None) -> list[list[int]]:
-    """`indices` in as few pieces of at most `size` as possible, all nearly equal; or in `num_pieces`."""
-    count = num_pieces or max(1, -(-len(indices) // size))
-    bounds = [split_evenly(len(indices), count, piece) for piece in range(count)]
+def cut(indices: list[int], num_pieces: int) -> list[list[int]]:
+    """`indices` in so many pieces, whose sizes differ by at most one."""
+    bounds = [split_evenly(len(indices), num_pieces, piece) for piece in range(num_pieces)]
     return [indices[start:stop] for start, stop in bounds]
 
 
@@ -163,7 +162,7 @@ class TrainLoader:
         if num_pieces == 1 and share:
             yield Request(epoch, share, len(share), len(share) * world_size / size, True)
             return
-        for number, piece in enumerate(cut(share, self.micro_batch_size, num_pieces=num_pieces), start=1):
+        for number, piece in enumerate(cut(share, num_pieces), start=1):
             weight = len(piece) * world_size / size
             yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
 
@@ -195,18 +194,13 @@ def check_dataset(dataset: Dataset[Any], name: str) -> int:
             f"the {name} data set ({type(dataset).__name__}) has no length: samples are shared out by their index. "
             "Give it __len__ and __getitem__; an IterableDataset is not supported."
         )
-    num_samples = gather_objects(len(dataset))
-
-    def check_equal() -> None:
-        assert num_samples is not None, "rank 0 has gathered them"
-        if len(set(num_samples)) > 1:
-            found = "; ".join(f"{number} on rank {rank}" for rank, number in enumerate(num_samples))
-            raise ConfigError(
-                f"the {name} data set differs between ranks. Samples: {found}. "
-                "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
-            )
-
-    from_main(check_equal)
+    of_ranks: list[int] = broadcast_object(gather_objects(len(dataset)))
+    if len(set(of_ranks)) > 1:
+        found = "; ".join(f"{number} on rank {rank}" for rank, number in enumerate(of_ranks))
+        raise ConfigError(
+            f"the {name} data set differs between ranks. Samples: {found}. "
+            "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
+        )
     if len(dataset) == 0:
         raise ConfigError(
             f"the {name} data set is empty: build_datasets() in dataset.py must return at least one sample."

@@ -54,13 +54,12 @@ def rank_logs(run_directory: Path, context: RankContext) -> Iterator[None]:
         stop_logs()
 
 
-def start_logs(run_directory: Path, context: RankContext, *, append: bool = True) -> TextIO:
+def start_logs(run_directory: Path, context: RankContext) -> TextIO:
     """Open runs/<name>/logs/rank_<r>.log, and send there what this rank says until stop_logs()."""
     global _console  # noqa: PLW0603 - a process has one stdout and one stderr
-    stop_logs()
     path = run_directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("a" if append else "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     _undo.callback(_close, log)
     _add_handler(log, "%(asctime)s %(message)s")
     if path.stat().st_size > 0:

@@ -65,26 +65,20 @@ class MemoryLimit:
         try:
             yield
         except RuntimeError as error:
-            self._shrink(error)
-
-    def _shrink(self, error: RuntimeError) -> None:
-        if not is_out_of_memory(error) or self._loader.micro_batch_size == 1:
-            raise error
-        self._halve()
-        write_whole(self._path, lambda beside: beside.write_text(str(self._loader.micro_batch_size), encoding="utf-8"))
-        raise SystemExit(OUT_OF_MEMORY) from error
+            if not is_out_of_memory(error) or self._loader.micro_batch_size == 1:
+                raise
+            self._halve()
+            size = str(self._loader.micro_batch_size)
+            write_whole(self._path, lambda beside: beside.write_text(size, encoding="utf-8"))
+            raise SystemExit(OUT_OF_MEMORY) from error
 
     def _halve(self) -> None:
         former = self._loader.micro_batch_size
         if former == 1:
             raise torch.OutOfMemoryError("training.micro_batch_size=1 does not fit: use a smaller model or samples")
-        self._loader.micro_batch_size = -(-former // 2)
-        get_logger().warning(
-            "rank %d: out of memory with micro-batches of %d samples, trying %d",
-            self._context.rank,
-            former,
-            self._loader.micro_batch_size,
-        )
+        self._loader.micro_batch_size = smaller = -(-former // 2)
+        words = "rank %d: out of memory with micro-batches of %d samples, trying %d"
+        get_logger().warning(words, self._context.rank, former, smaller)
 
     def _fits(self, strategy: Strategy, micro_batch: MicroBatch) -> bool:
         try:

@@ -47,14 +47,10 @@ def cpu_generators_put_back() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def seed_rank(seed: int, rank: int, step: int) -> None:
-    """Give this rank generators of its own (dropout differs by rank), from `step` on."""
-    seed_generators(mix(seed, -1 - rank, step))
-
-
 def restore_random_states(state: dict[str, Any] | None, seed: int, step: int, context: RankContext) -> None:
     """Put back this rank's generators from a checkpoint; without one, or with one of other ranks, they begin anew."""
-    seed_rank(seed, context.rank, step)  # first, also for a GPU's generator that a checkpoint from CPUs lacks
+    # Each rank its own (dropout differs by rank), from `step` on; also a GPU's, which a checkpoint from CPUs lacks.
+    seed_generators(mix(seed, -1 - context.rank, step))
     if state is not None and len(state["random_states"]) == context.world_size:
         set_random_states(state["random_states"][context.rank], *context.devices)
 

@@ -31,10 +31,11 @@ def build_report(title: str, matrix: list[list[int]], label_names: Sequence[str]
     """{"title", "accuracy", "num_samples", "classes", "averages", "confusion_matrix"}.
 
     matrix[i][j]: samples of class i that were taken for class j. A class or an average is {"label", "precision",
-    "recall", "f1", "support"}; a quotient by 0 counts as 0, as in scikit-learn.
+    "recall", "f1", "support"}; a quotient by 0 counts as 0, as in scikit-learn. A class without a name has its number.
     """
     classes = []
-    for place, name in enumerate(map(str, label_names)):
+    names = [*label_names, *range(len(label_names), len(matrix))]
+    for place, name in enumerate(map(str, names[: len(matrix)])):
         correct, support, predicted = matrix[place][place], sum(matrix[place]), sum(row[place] for row in matrix)
         scores = (correct / max(predicted, 1), correct / max(support, 1), 2 * correct / max(support + predicted, 1))
         entry: dict[str, Any] = {"label": name, **dict(zip(SCORES, scores, strict=True)), "support": support}
@@ -96,7 +97,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows as lines, below the first one as heading; columns of numbers to the right, others to the left."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(display_width, column)) for column in columns]
-    are_numbers = [all(re.fullmatch(r"-?[\d.]+", cell) for cell in column[1:]) for column in columns]
+    are_numbers = [all(re.fullmatch(r"-?[\d.]*[%x]?( \(!\))?", cell) for cell in column[1:]) for column in columns]
     lines = []
     for row in rows:
         cells = []

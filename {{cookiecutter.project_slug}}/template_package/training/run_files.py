@@ -109,11 +109,15 @@ def describe_start(directory: Path, config: Config, context: RankContext, device
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
+    libraries = {}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            libraries[name] = version(name)
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "libraries": {name: found for name in LIBRARIES if (found := _version(name))},
+        "libraries": libraries,
         "cuda": torch.version.cuda,
         "world_size": context.world_size,
         "devices": devices,
@@ -190,11 +194,8 @@ def _flat(of_ranks: list[list[Any]] | None) -> list[Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    return (
-        f"{device}: {torch.cuda.get_device_name(device)}"
-        if device.type == "cuda"
-        else f"{device}: {platform.machine()}"
-    )
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device}: {kind}"
 
 
 def _peak_memory_mib(device: torch.device) -> float:
@@ -203,13 +204,6 @@ def _peak_memory_mib(device: torch.device) -> float:
         return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)  # bytes on macOS, KiB elsewhere
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

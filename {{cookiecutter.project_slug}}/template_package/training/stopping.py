@@ -63,9 +63,7 @@ class StopRequest:
         if self._begun > self._limit:
             self._decided.wait()
             if self._begun > self._limit:
-                if (
-                    self._received is None and self._is_asked_here()
-                ):  # torchrun, which takes our end for a crash, is not
+                if self._received is None and self._is_asked_here():  # not torchrun, which takes our end for a crash
                     self._store.set(UNHEARD, str(self.signal_number))
                 return False
         return True

@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config import Config, to_dict
 from .checkpoint import write_whole
@@ -16,24 +16,14 @@ from .workers import is_of_worker
 Value = float | int | str
 
 
-class Tracker(Protocol):
-    """Where a run's figures go beside metrics.jsonl."""
-
-    def record(self, values: Mapping[str, Value]) -> None:
-        """Take {"split", "step", "loss", ...} of one step."""
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
 def start_tracker(config: Config, run_directory: Path, resumed_step: int) -> Tracker | None:
     """What logging.tracker names; None, with a warning, if it cannot be had."""
     name = config.logging.tracker
     try:
         if name == "tensorboard":
-            return _Spared(name, _TensorBoard(run_directory, resumed_step))
+            return Tracker(name, _TensorBoard(run_directory, resumed_step))
         if name == "wandb":
-            return _Spared(name, _Wandb(run_directory, to_dict(config)))
+            return Tracker(name, _Wandb(run_directory, to_dict(config)))
     except Exception as error:  # missing, or at odds with another library: no reason to lose a run
         remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""
         reason = " ".join(str(error).split())
@@ -41,12 +31,12 @@ def start_tracker(config: Config, run_directory: Path, resumed_step: int) -> Tra
     return None
 
 
-class _Spared:
-    """A tracker that the run does without from its first failure on: metrics.jsonl has all that it would show."""
+class Tracker:
+    """One that the run does without from its first failure on: metrics.jsonl has all that it would show."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
+    def __init__(self, name: str, tracker: _TensorBoard | _Wandb) -> None:
         self._name = name
-        self._tracker: Tracker | None = tracker
+        self._tracker: _TensorBoard | _Wandb | None = tracker
 
     def record(self, values: Mapping[str, Value]) -> None:
         self._try(lambda tracker: tracker.record(values))
@@ -54,7 +44,7 @@ class _Spared:
     def close(self) -> None:
         self._try(lambda tracker: tracker.close())
 
-    def _try(self, call: Callable[[Tracker], None]) -> None:
+    def _try(self, call: Callable[[_TensorBoard | _Wandb], None]) -> None:
         try:
             if self._tracker is not None:
                 call(self._tracker)

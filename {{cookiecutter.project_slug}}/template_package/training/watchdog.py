@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..config import LaunchConfig
 from ..launching.distributed import RankContext
+from ..launching.nodes import ask
 
 ANSWER_SECONDS = 5.0
 """What ranks have to say how far they are, once one of them has found the hang."""
@@ -87,19 +88,18 @@ class _Watch(threading.Thread):
         if self._store is not None:
             self._store.set(f"hang/{self._context.rank}", str(_num_beats))
             self._store.set("hang/found", "1")
-        _in_time(self._write_stacks)
+        ask(self._write_stacks, ANSWER_SECONDS)  # in a thread: it may be the disk that hangs, where the logs are too
         behind = self._ranks_behind() if self._store is not None else ""
         text = (
             f"no progress for launch.timeout_minutes={self._minutes:g}: no step, evaluation batch or save.{behind} "
             f"{self._directory}/logs/rank_*.log hold the stacks of all ranks. Raise the value if one takes longer."
         )
-        _in_time(lambda: self._context.abort(text))
+        ask(lambda: self._context.abort(text), ANSWER_SECONDS)
         os._exit(1)
 
     def _write_stacks(self) -> None:
-        with (
-            tempfile.TemporaryFile() as file
-        ):  # faulthandler has Python's lock while it writes: not to a log that hangs
+        # faulthandler has Python's lock while it writes: not to a log that hangs
+        with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
             stacks = file.read().decode()
@@ -121,9 +121,3 @@ class _Watch(threading.Thread):
             return " All ranks have come equally far."
         behind = [rank for rank in ranks if counts[rank] == min(counts)]
         return f" Behind the others: rank {', '.join(map(str, behind))}."
-
-
-def _in_time(write: Callable[[], None]) -> None:
-    """Call it, and go on after a while: it may be the disk that hangs, where the logs are too."""
-    (thread := threading.Thread(target=write, daemon=True)).start()
-    thread.join(ANSWER_SECONDS)
