@@ -41,7 +41,7 @@ def test_end_that_a_sample_asks_for_is_an_error_and_not_the_end_of_the_data(
     project.edit("dataset.py", line, f"        if index == 5:\n            {fault}\n{line}")
     output = project.run("training.epochs=1", f"loader.num_workers={workers}", code=1)
     if "raise" in fault:
-        assert "while reading sample 5 of Numbers" in output and "its collate function, raised S" in output
+        assert "while reading sample 5 of Numbers" in output
     else:
         assert re.search(r"while waiting for the samples \[[^]]*\b5\b", output)
 

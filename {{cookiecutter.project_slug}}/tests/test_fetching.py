@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
 
-from template_package.training.fetching import Fetcher, Request
 from template_package.training.transfer import move
 
 
@@ -29,23 +27,6 @@ class Derived:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", self.values.dim())
-
-
-class Epochal(Dataset[int]):
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> int:
-        return 100 * self.epoch + index
-
-
-def test_data_set_below_a_subset_learns_its_epoch() -> None:
-    fetcher = Fetcher(Subset(Subset(Epochal(), [3, 4, 5]), [2, 0]), None, seed=0)
-    for epoch in (2, 7):
-        batch = fetcher[Request(epoch, [0, 1], 2, 1.0, is_last=True)].batch
-        assert batch.tolist() == [100 * epoch + 5, 100 * epoch + 3]
 
 
 def test_batches_of_any_type_keep_it_on_their_way_to_the_device() -> None:

@@ -59,7 +59,7 @@ def test_smoke_passes_and_leaves_nothing(project: Project) -> None:
 
 
 def test_smoke_fails_when_resume_is_broken(project: Project) -> None:
-    project.edit("training/trainer.py", "if state is not None:", "if False:")
+    project.edit("training/trainer.py", "self.checkpoints)) is not None:", "self.checkpoints)) is False:")
     output = project.run("smoke", code=1)
     assert "smoke test: FAILED" in output and "trained steps that were done already" in output
     assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]

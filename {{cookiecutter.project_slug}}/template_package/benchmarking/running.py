@@ -155,6 +155,7 @@ def _take(outcome: Outcome, directory: Path, started_at: float) -> str:
     )
     keys = ("num_devices", "precision", "micro_batch_size", "peak_memory_mib")
     run = measured | {key: summary[key] for key in keys} | {"environment": environment}
+    run |= {key: float(run[key]) for key in ("first_loss", "final_loss")}  # from "NaN"
     run["startup_seconds"] = run.pop("first_step_at") - started_at
     if not (reason := outcome.row.find_difference(run)):
         outcome.runs.append(run)

@@ -146,7 +146,7 @@ def _train_resume_evaluate() -> int:
     _run("evaluating", "name=second", command="evaluate")
     evaluation = json.loads((second / "evaluation.json").read_text(encoding="utf-8"))
     _require(evaluation["step"] == LAST_STEP, f"evaluate looked at step {evaluation['step']}")
-    _require(math.isfinite(evaluation["loss"]), f"evaluation loss is {evaluation['loss']}")
+    _require(math.isfinite(float(evaluation["loss"])), f"evaluation loss is {evaluation['loss']}")
     num_samples: int = evaluation["num_samples"]
     return num_samples
 

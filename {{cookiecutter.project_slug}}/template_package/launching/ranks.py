@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -141,7 +140,7 @@ def _disk_failure(error: BaseException, name: str) -> str:
     if not isinstance(error, OSError) or hasattr(error, "__notes__"):  # they name the sample that was read
         return ""
     path, folder = Path(str(error.filename)), Path(os.environ.get(RUNS_FOLDER, "runs"))
-    is_runs_own = (folder.name, name) in pairwise(path.parts) or path.name == folder.name
+    is_runs_own = path == folder or path.is_relative_to(folder / name)
     if error.errno not in DISK_ERRORS + SLOW_DISK * bool(error.filename) + IN_THE_WAY * is_runs_own:
         return ""
     return (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..validation import ConfigError, one_line
+from ..validation import ConfigError, FailureError, one_line
 from .checksum import checksum, plain
 from .logs import get_logger
 
@@ -25,6 +26,8 @@ PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC,
 """What may be over in a moment: a network disk that stumbles, a full one that somebody clears."""
 SILENT = (errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN)
 """What says nothing of the file."""
+claimed_folders: set[Path] = set()
+"""Of the runs that this process trains: run_files.py's."""
 
 
 class CheckpointFolder:
@@ -66,13 +69,35 @@ class CheckpointFolder:
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         state = plain(state)
         content = {**state, "checksum": checksum(state)}
-        write_whole(path, lambda beside: _save(content, beside))
+
+        def write(beside: Path) -> None:  # again, if the folder vanishes meanwhile
+            check_claim(self.folder.parent)
+            _save(content, beside)
+
+        write_whole(path, write)
         if self._keep_last is not None and not is_best:
             # A later one is what could not be read at the last start: no reason to drop what is written now.
             own = [path for path in self.steps() if int(path.stem[5:]) <= state["step"]]
             for old in own[: -self._keep_last]:
                 with suppress(IsADirectoryError):  # whose name is such a file's
                     old.unlink(missing_ok=True)
+
+
+def claim_text() -> str:
+    """What .lock holds in the folder of a run that this process trains."""
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+def check_claim(directory: Path) -> None:
+    """FailureError if somebody has removed the folder of a run that this process trains, and started the run anew."""
+    lock = directory / ".lock"
+    owner = lock.read_text(encoding="utf-8") if lock.exists() else "another process"
+    is_lock_alone_gone = not lock.exists() and (directory / "metrics.jsonl").exists()
+    if directory in claimed_folders and owner != claim_text() and not is_lock_alone_gone:
+        raise FailureError(
+            f"name={directory.name}: the folder that this process wrote to was removed, and {owner} trains the run "
+            "anew. Choose another name=… to train both."
+        )
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

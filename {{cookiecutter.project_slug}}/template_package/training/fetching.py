@@ -19,7 +19,7 @@ from itertools import tee
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
@@ -65,8 +65,7 @@ class Fetcher(Dataset[MicroBatch]):
         self.draws_alone = draws_alone
         """What draws from the rank's generators at its step resumes with them (collate, `__getitems__`). Read ahead, or
         in a worker, it draws from a seed of its own."""
-        self.hands_out_batches = hasattr(_below_subsets(dataset), "__getitems__")
-        self._set_epoch = getattr(_below_subsets(dataset), "set_epoch", None)
+        self.hands_out_batches = _hands_out_batches(dataset)
 
     def __getitem__(self, request: Request) -> MicroBatch:
         if not self.draws_alone:
@@ -79,14 +78,16 @@ class Fetcher(Dataset[MicroBatch]):
         with samples_named(request.indices):
             try:
                 return MicroBatch(self._batch(request), request)
-            except (StopIteration, SystemExit) as error:  # whoever iterates over batches would take one for their end
+            except (StopIteration, SystemExit) as error:  # who iterates over the batches would take one for their end
+                if isinstance(error, SystemExit) and get_worker_info() is None:
+                    raise  # perhaps a signal's: starting.py
                 raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
 
     def _batch(self, request: Request) -> Any:
         if request.epoch != self._epoch:
             self._epoch = request.epoch
-            if self._set_epoch is not None:
-                self._set_epoch(request.epoch)
+            if hasattr(self._dataset, "set_epoch"):  # not of one below a Subset: others may share that
+                self._dataset.set_epoch(request.epoch)
         if self.hands_out_batches:
             batch = cast(Any, self._dataset).__getitems__(request.indices)
             return self._collate(batch) if isinstance(batch, list) else batch
@@ -174,8 +175,7 @@ def _as_it_is(micro_batch: MicroBatch) -> MicroBatch:
     return micro_batch
 
 
-def _below_subsets(dataset: Any) -> Any:
-    """A Subset, as of random_split(), has __getitems__ whatever the data set below offers, and no set_epoch."""
-    while type(dataset) is Subset:
+def _hands_out_batches(dataset: Any) -> bool:
+    while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
         dataset = dataset.dataset
-    return dataset
+    return hasattr(dataset, "__getitems__")

@@ -25,7 +25,7 @@ from ..launching.distributed import RankContext, from_main, gather_objects
 from ..launching.environment import RUNS_FOLDER
 from ..strategies.base import Strategy
 from ..validation import ConfigError
-from .checkpoint import CheckpointFolder, load_checkpoint, write_whole
+from .checkpoint import CheckpointFolder, claim_text, claimed_folders, load_checkpoint, write_whole
 from .logs import get_logger
 from .report import report_stem, show_report
 from .weights import export_weights
@@ -49,6 +49,7 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        claimed_folders.discard(directory)
         for file in held:
             with suppress(OSError):  # a disk without locks
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
@@ -183,8 +184,9 @@ def _claim(directory: Path) -> TextIO:
         for left in (*directory.glob("**/.*.tmp"), *directory.glob(".tmp??????")):  # the last are safetensors' own
             left.unlink(missing_ok=True)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.write(claim_text())
     file.flush()
+    claimed_folders.add(directory)
     return file
 
 

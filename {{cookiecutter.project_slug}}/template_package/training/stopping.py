@@ -38,9 +38,9 @@ class StopRequest:
             n for n in ENDINGS if n in (signal.SIGTERM, signal.SIGUSR1) or signal.getsignal(n) is not signal.SIG_IGN
         ]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
-        if early_requests:
-            self._received = signal.SIGTERM
         if context.store is not None:
+            if early_requests:
+                self._received, self._limit = signal.SIGTERM, -1  # no step before all ranks know
             # A connection of its own: one that waits for an answer would hold up the other.
             self._store = context.store.clone()  # type: ignore[attr-defined]
             self._store.set("stop/ready", "1")

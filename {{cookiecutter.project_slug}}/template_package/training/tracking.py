@@ -5,7 +5,6 @@ Where words go is logs.py's.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -77,8 +76,6 @@ class Tracking:
     def sync(self) -> None:
         """What has been recorded is on the disk afterwards."""
         if self._is_main:
-            if os.fstat(self._metrics.fileno()).st_nlink == 0:  # with the run's folder: another may use the name now
-                raise OSError(errno.ESTALE, "somebody has removed it", self._metrics.name)
             try:
                 os.fsync(self._metrics.fileno())
             except OSError as error:  # not again: the second time the system may say yes and have dropped them

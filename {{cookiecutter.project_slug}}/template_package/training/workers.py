@@ -57,12 +57,16 @@ class WaitedFor:
         return micro_batch
 
     def has_lost_worker(self) -> bool:
-        return any(worker.exitcode not in (None, 0) for worker in getattr(self._micro_batches, "_workers", ()))
+        has_ended = any(worker.exitcode is not None for worker in getattr(self._micro_batches, "_workers", ()))
+        return has_ended and self._num_outstanding() > 0
 
     def outstanding(self) -> list[int]:
         """The samples that workers were asked for and have not handed out; they read ahead."""
-        asked = islice(self.asked, getattr(self._micro_batches, "_tasks_outstanding", 1))
-        return [index for indices in asked for index in indices]
+        return [index for indices in islice(self.asked, self._num_outstanding()) for index in indices]
+
+    def _num_outstanding(self) -> int:
+        loader: Any = self._micro_batches
+        return int(loader._send_idx - loader._rcvd_idx) if hasattr(loader, "_send_idx") else 0  # torch 2.13
 
 
 @contextmanager
