@@ -54,7 +54,7 @@ lint: $(READY)  ## check style and types of the template and, in place, of the g
 	"$(BIN)/mypy" hooks tests "$(PROJECT)/template_only"
 	cd "$(PROJECT)" && "$(BIN)/mypy" run.py template_package tests
 
-benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops and other libraries (15 to 30 minutes)
+benchmark: .cache/benchmark/.ready  ## measure the trainer against bare loops and other libraries (15 to 45 minutes)
 	.cache/benchmark/bin/python benchmarks/run.py
 
 .cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt
@@ -79,7 +79,7 @@ format: $(READY)  ## put all files into the style that lint checks
 	"$(BIN)/ruff" check --fix .
 	"$(BIN)/ruff" format .
 
-clean:  ## remove all that make made
+clean:  ## remove .venv, .cache and build, with the projects in it
 	rm -rf .venv .cache build
 
 $(READY): constraints.txt

@@ -1,4 +1,4 @@
-"""`logging.profile_steps: [first, last]`: a trace of these steps, for TensorBoard, Perfetto or chrome://tracing."""
+"""`logging.profile_steps: [first, last]`: a trace of these steps, for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
