@@ -104,7 +104,9 @@ def test_rank_that_is_asked_before_it_can_stop_stops_as_soon_as_it_can(project: 
         process = project.start(f"device_ids={devices}")
         deadline = time.monotonic() + 60
         log = project.directory("run") / "logs" / f"rank_{last_rank}.log"
-        while ((project.folder / "waits").exists() or not log.exists()) and time.monotonic() < deadline:
+        while (project.folder / "waits").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        while not (log.exists() and "pid=" in log.read_text("utf-8")) and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(pid_of(project, last_rank), number)
         output = "".join(process.communicate(timeout=60))

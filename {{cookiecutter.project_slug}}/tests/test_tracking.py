@@ -191,7 +191,6 @@ def test_tracker_whose_folder_vanishes_is_left_out(
     assert caplog.text.count("logging.tracker=tensorboard has failed") == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_output_that_never_ends_its_line_does_not_pile_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with rank_logs(tmp_path, RankContext()):
         for number in range(20_000):  # a bar of the user's own
@@ -202,6 +201,7 @@ def test_output_that_never_ends_its_line_does_not_pile_up(tmp_path: Path, capsys
     assert log.endswith("19999 of 20000" + 60 * "#" + "\ndone\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> None:
     import pty
     import termios

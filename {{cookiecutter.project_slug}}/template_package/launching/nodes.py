@@ -123,8 +123,8 @@ class Nodes:
 
 
 def ask(call: Callable[[], T], seconds: float) -> T | None:
-    """What a call to the store returns; None if the store is gone or does not answer in time. A host that is lost
-    without a word (no power, no network) closes no connection: calls to its store never return.
+    """What a call returns; None if the store is gone, or no answer comes in time. A host that is lost without a word
+    (no power, no network) closes no connection: calls to its store never return. Nor do those to a disk that hangs.
     """
     answers: list[T] = []
 

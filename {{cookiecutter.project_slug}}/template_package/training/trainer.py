@@ -207,7 +207,7 @@ class Trainer:
         restore_random_states(state, self.config.seed, self.progress.step, self.context)
 
     def finish(self) -> None:
-        """Save what is not complete; end the loader's workers and the tracker; write summary and best weights."""
+        """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""
         times = self.clock.summary(self.progress.num_samples_seen)
         if self.progress.saved_step != self.progress.step:
             self.save()
