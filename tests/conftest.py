@@ -14,6 +14,8 @@ import pytest
 from baking import ROOT, export_template
 
 StubPython = Callable[..., str]
+# torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = next(path.parent.name for path in ROOT.glob("*/validation.py"))
 WORKLOAD = Path(__file__).parent / "workload"
 TIMEOUT_SECONDS = 120.0
+# torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 SETTINGS = """
 name: run

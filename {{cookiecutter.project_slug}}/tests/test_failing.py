@@ -130,13 +130,13 @@ def test_run_that_was_halted_for_a_while_goes_on(project: Project) -> None:
         while not metrics.exists():
             time.sleep(0.02)
         os.killpg(project.session.pid, signal.SIGSTOP)
-        time.sleep(5)  # longer than the time-out
+        time.sleep(6.5)  # longer than the time-out
         os.killpg(project.session.pid, signal.SIGCONT)
 
     project.session.start()
     halting = threading.Thread(target=halt)
     halting.start()
-    project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.seconds_per_step=0.05")
+    project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.08", "model.seconds_per_step=0.05")
     halting.join()
 
 

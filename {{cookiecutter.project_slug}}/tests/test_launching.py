@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from template_package.config import Config, LaunchConfig, load_config
 from template_package.launching.environment import Launched, find_launcher
 from template_package.launching.launcher import find_node
+from template_package.launching.meeting import serve_local_store
 from template_package.launching.network import choose_interface
 from template_package.launching.processes import OUT_OF_MEMORY, Report, run_processes
 from template_package.launching.starting import num_usable_cores
@@ -57,6 +59,15 @@ def test_ranks_start_as_asked_and_share_the_cores(project: Project) -> None:
 def test_debug_trains(project: Project) -> None:
     project.run("device_ids=cpu,cpu", "launch.debug=true", "training.max_steps=2")
     assert len(project.lines("run")) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is no address of this machine")
+def test_store_of_one_machine_listens_on_its_loopback_alone() -> None:
+    store = serve_local_store()
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
 
 
 def test_world_size_is_the_number_of_devices() -> None:

@@ -50,9 +50,9 @@ def measure_pairs(
 
     interface, address: as choose_interface wants them.
     """
-    import torch.distributed as dist
+    from ..launching.meeting import serve_local_store  # here, since it imports torch
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_local_store()
     context = multiprocessing.get_context("spawn")
     processes, reports = [], list[Connection]()
     for rank in range(len(devices)):

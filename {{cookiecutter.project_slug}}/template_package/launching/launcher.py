@@ -22,7 +22,7 @@ from ..validation import ConfigError, one_line
 from .devices import Devices, take_devices
 from .distributed import RankContext
 from .environment import Launched, find_launcher
-from .meeting import arrival_timeout, fingerprint, missing, open_store
+from .meeting import arrival_timeout, fingerprint, missing, open_store, serve_local_store
 from .network import choose_interface
 from .nodes import Nodes, ask
 from .processes import OUT_OF_MEMORY, STOPPED, run_processes
@@ -89,8 +89,7 @@ def _attempt(run_fn: RunFunction, config: Config, node: Node, places: list[RankC
     if places[0].world_size == 1:
         return run_rank_here(run_fn, config, places[0])
     if node.nodes is None:
-        # The system chooses the port, and this store holds it until the last rank has ended: no two runs can collide.
-        own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        own = serve_local_store()
         address = "127.0.0.1", own.port, "run"
         store: dist.Store = dist.PrefixStore("run", own)
         choose_interface(config.launch.network_interface, "127.0.0.1")

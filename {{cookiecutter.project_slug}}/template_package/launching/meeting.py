@@ -32,6 +32,16 @@ def arrival_timeout(launch: LaunchConfig) -> timedelta:
     return timedelta(minutes=launch.timeout_minutes + launch.wait_minutes)
 
 
+def serve_local_store() -> dist.TCPStore:
+    """Where the processes of one machine meet; no other machine reaches it. The system chooses the port, which is taken
+    as long as the store lives: no two runs can collide.
+    """
+    # A socket of ours: torch would listen on every interface, and ask the name service for the name of each who comes.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Launched]:
     """Where the ranks of a launcher meet, and this one's place with the number of this attempt. ConfigError if rank 0
     cannot serve it, or does not; SystemExit if a rank of an attempt before was asked to stop.

@@ -115,7 +115,9 @@ def _run_rank(
             # Wait for all ranks, and refuse those that run something else.
             count, arrival = context.world_size, arrival_timeout(config.launch)
             agree(context.store, "rank", context.rank, count, identity or {}, arrival)
-        join_group(context, config.launch.backend, 2 * timeout)  # a hang is found by training/watchdog.py, before
+            context.store.set_timeout(2 * timeout)
+        # Twice, since a hang is found by training/watchdog.py before, which knows it from a run that was halted.
+        join_group(context, config.launch.backend, 2 * timeout)
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
         fail(str(error), error.exit_code)
