@@ -68,7 +68,8 @@ def to_plain(value: Any) -> Any:
 def _read_text(path: Path) -> str:
     try:
         if not path.is_file():  # nor is a device one: reading that may never end
-            raise ConfigError(f"{path}: there is no such file. Name the config file: --config PATH.")
+            name = str(path) if str(path).isprintable() else repr(str(path))
+            raise ConfigError(f"{name}: there is no such file. Name the config file: --config PATH.")
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
         text = content.decode("utf-8-sig")

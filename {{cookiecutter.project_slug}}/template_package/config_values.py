@@ -31,7 +31,7 @@ def parse_yaml(text: str, source: str) -> yaml.Node:
             if getattr(event, "anchor", None) or getattr(event, "tag", None):  # they make bombs and other types
                 problem = "anchors, aliases and tags (& * !) are not read: quote a text that begins so"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=cast(Any, event.start_mark))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML lets int() and chr() raise theirs
         mark = getattr(error, "problem_mark", None)
         place = f"{source}, line {mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not readable"
@@ -179,7 +179,7 @@ def _unknown_key(key: str, node: yaml.Node, root: type) -> ConfigError:
     remedy = f"Its keys are: {', '.join(names[known] for known in here)}."
     for close in get_close_matches(key, same or near or far, n=1, cutoff=0):
         remedy = f"Did you mean {close}{value}?"
-    return ConfigError(f"{key}{value}: there is no such key in {section or 'the config'}. {remedy}")
+    return ConfigError(f"{one_line(key)}{value}: there is no such key in {one_line(section or 'the config')}. {remedy}")
 
 
 def _wrong_type(node: yaml.Node, kinds: list[Any], key: str) -> ConfigError:

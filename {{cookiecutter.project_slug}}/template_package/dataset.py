@@ -105,7 +105,8 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
         array = numpy.load(Path(source), allow_pickle=False)
         images = scale(array.reshape(-1, *array.shape[-2:]))
     except UNREADABLE as error:
-        raise ConfigError(f"predict {source}: no array of images ({error}). Make one with numpy.save.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"predict {source}: no array of images ({reason}). Make one with numpy.save.") from None
     if images.shape[1:] != (1, 8, 8) or not len(images):
         raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")
     names = [f"{Path(source).name}[{place}]" for place in range(len(images))]

@@ -166,6 +166,10 @@ def test_values_that_the_users_own_sections_refuse_are_one_line(words: list[str]
         (b"name: caf\xe9", "byte 9 is not UTF-8"),
         ("name: a".encode("utf-16"), "byte 0 is not UTF-8"),
         (b"name: \0", "special characters"),
+        ('name: "\\UFFFFFFFF"', "no YAML that can be read here"),
+        ('name: "\\U00110000"', "no YAML that can be read here"),
+        (f"%YAML {'9' * 5000}.1\n---\nname: a", "no YAML that can be read here"),
+        ("x" * 1000 + ": 1", "no such key"),
         ("# " + "x" * 100_000, "larger than 100 kB"),
     ],
 )

@@ -75,6 +75,26 @@ def test_folder_that_is_none_is_told_in_one_line(project: Project) -> None:
     assert not (checkpoints.parent / "metrics.jsonl").exists(), "no new run has begun"
 
 
+def test_checkpoints_that_are_away_are_no_new_run(project: Project) -> None:
+    project.run("training.max_steps=5")
+    checkpoints, before = project.directory("run") / "checkpoints", project.lines("run")
+    away = checkpoints.rename(project.folder / "away")
+    for words in ("training.max_steps=7", "checkpoint.resume=never"):  # somebody has removed them
+        assert "no checkpoint is left in runs/run/checkpoints" in project.run(words, code=2)
+    checkpoints.symlink_to(project.folder / "a disk")  # somebody has put them on a disk that is away now
+    (project.directory("run") / "model.safetensors").unlink()
+    output = project.run("device_ids=cpu,cpu", "training.max_steps=7", code=1)
+    assert "cannot read or write runs/run/checkpoints: No such file" in output and "Traceback" not in output
+    assert project.lines("run") == before
+    away.rename(project.folder / "a disk")
+    assert "resuming after step 5" in project.run("device_ids=cpu,cpu", "training.max_steps=7")
+
+
+def test_file_that_grows_beyond_the_limit_is_told_in_one_line(project: Project) -> None:
+    output = project.run(command=["sh", "-c", 'ulimit -f 4; exec "$0" "$@"', sys.executable], code=1)
+    assert ".pt: File too large. The last checkpoint is whole" in output and "Traceback" not in output
+
+
 def test_run_whose_folder_is_removed_ends_and_leaves_the_next_one_of_its_name_alone(project: Project) -> None:
     process = project.start("model.seconds_per_step=0.2", "checkpoint.every_steps=60", "training.epochs=20")
     deadline = time.monotonic() + 60

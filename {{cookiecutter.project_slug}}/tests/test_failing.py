@@ -142,12 +142,17 @@ def test_run_that_was_halted_for_a_while_goes_on(project: Project) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("exit", 'sys.exit("the user\'s own end") ended the rank'), ("vanish", "ended by itself, with exit code 0")],
+    [
+        ("exit", 'sys.exit("the user\'s own end") ended the rank'),
+        ("exit_75", "sys.exit(75) ended the rank"),  # what a rank of ours ends with when its memory was too small
+        ("exit_143", "sys.exit(143) ended the rank"),  # and when it was asked to stop
+        ("vanish", "ended by itself, with exit code 0"),
+    ],
 )
 def test_rank_that_leaves_by_itself_is_told(project: Project, fault: str, words: str) -> None:
     output = project.run("device_ids=cpu,cpu", f"model.fault={fault}", code=1)
     assert words in output and output.count(") failed:\n") == 1
-    if fault == "exit":
+    if fault != "vanish":
         assert words in project.run("name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1)
 
 

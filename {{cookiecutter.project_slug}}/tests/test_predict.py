@@ -64,6 +64,11 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
     assert "nothing was trained here yet" in project.run("predict", "5", code=2)
 
 
+def test_the_command_comes_first() -> None:
+    with pytest.raises(ConfigError, match="predict: the command comes first"):
+        parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
+
+
 def test_the_input_is_any_word_but_a_setting() -> None:
     def parse(*words: str) -> tuple[str | None, list[str]]:
         line = parse_command_line(["predict", *words], ROOT / "config.yaml")

@@ -153,6 +153,16 @@ def test_steps_of_another_batch_size_are_counted_anew(project: Project) -> None:
     assert [line["step"] for line in project.lines("branch")] == list(range(6, 13))
 
 
+def test_summary_tells_of_the_weights_beside_it(project: Project) -> None:
+    """Those of best.pt, be it of a step that a killed run had made and that now comes out otherwise, or not at all."""
+    project.run()
+    best = project.json("run", "summary.json")["best"]
+    assert best["step"] > 7
+    project.rewind("run", 7, "resumed")
+    project.run("name=resumed", "evaluation.every_epochs=null")
+    assert project.json("resumed", "summary.json")["best"] == best
+
+
 def test_best_checkpoint_is_the_runs_too_where_it_is_the_only_one(project: Project) -> None:
     words = ("checkpoint.every_epochs=9", "evaluation.every_steps=5")
     project.run(*words)

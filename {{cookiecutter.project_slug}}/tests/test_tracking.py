@@ -135,6 +135,20 @@ def test_resumed_metrics_equal_undisturbed_ones(tmp_path: Path, ending: str) -> 
     assert path.read_bytes() == expected
 
 
+@pytest.mark.parametrize("damage", [b"\0\xff", b"[" * 100_000, b'{"split": "train", "step": 1%s}' % (b"0" * 400)])
+def test_line_that_nobody_can_read_stays(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    track(tmp_path, 0, 10)
+    lines = path.read_bytes().split(b"\n")
+    for number in (0, 3):
+        lines[number] = damage
+    path.write_bytes(b"\n".join(lines))
+    track(tmp_path, 7, 10)
+    assert path.read_bytes() == b"\n".join(lines)
+    track(tmp_path, 0, 10)
+    assert damage not in path.read_bytes(), "a new run begins a new file"
+
+
 def test_other_ranks_write_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     track(tmp_path, 0, 4, is_main=False, tracker="tensorboard")
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")

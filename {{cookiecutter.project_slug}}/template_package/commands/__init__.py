@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-from ..validation import ConfigError
+from ..validation import ConfigError, one_line
 
 USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
 
@@ -69,8 +69,12 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             if word not in commands:
                 close = get_close_matches(word, commands, n=1)
                 remedy = f"Did you mean {close[0]}?" if close else "A value is set by key=value."
-                raise ConfigError(f"{word}: no such command; there are {', '.join(commands)}. {remedy}")
+                raise ConfigError(f"{one_line(word)}: no such command; there are {', '.join(commands)}. {remedy}")
             command = word
+        elif command is None and word in commands:
+            raise ConfigError(
+                f"{word}: the command comes first. Write python run.py {word} …, and the settings behind."
+            )
         else:
             overrides.append(word)
     if command == "predict" and not source:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from ..validation import ConfigError
 from .distributed import RankContext, join_group, leave_group, set_context
 from .environment import RUNS_FOLDER, Launched
 from .meeting import agree, arrival_timeout, fingerprint
-from .processes import OUT_OF_MEMORY, STOPPED, Failure, Report
-from .starting import num_usable_cores, requests_end_it
+from .processes import STOPPED, Failure, Report
+from .starting import RunEnds, num_usable_cores, requests_end_it
 
 RunFunction = Callable[[int, int, Config], None]
 Address = tuple[str, int, str]
 """Host, port and prefix of the store where ranks started here meet."""
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 SLOW_DISK = (errno.ETIMEDOUT, errno.EAGAIN)
 """Of a disk's if a file is named; a connection's otherwise."""
 IN_THE_WAY = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
@@ -124,11 +124,11 @@ def _run_rank(
         return error.exit_code
     except KeyboardInterrupt:
         return STOPPED[0]
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-        if code not in (*STOPPED, OUT_OF_MEMORY):  # not ours: a rank that leaves by itself leaves the others waiting
-            fail(f"{traceback.format_exc()}sys.exit({stop.code!r}) ended the rank before the run's end")
-            return 1
+    except RunEnds as end:
+        code = int(cast(Any, end.code))
+    except SystemExit as leaving:  # a rank that leaves by itself leaves the others waiting
+        fail(f"{traceback.format_exc()}sys.exit({leaving.code!r}) ended the rank before the run's end")
+        return 1
     except BaseException as error:
         fail(_disk_failure(error, config.name) or traceback.format_exc())
         return 1

@@ -25,6 +25,11 @@ PARENT_AT_START = os.getppid()
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What asks a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
 
+
+class RunEnds(SystemExit):
+    """This package ends the run in good order; any other SystemExit is somebody else's, whatever its code."""
+
+
 early_requests: list[int] = []
 """Signals that asked this rank to stop before it could: training/stopping.py heeds them."""
 
@@ -48,7 +53,7 @@ def requests_end_it() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         print("asked to stop: there is nothing to save", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGTERM)
+        raise RunEnds(128 + signal.SIGTERM)
 
     wanted = [number for number in ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
     for number in wanted:

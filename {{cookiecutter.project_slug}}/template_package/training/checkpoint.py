@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT)
 """What may be over in a moment: a network disk that stumbles, a full one that somebody clears."""
-SILENT = (errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN)
+SILENT = (errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """What says nothing of the file."""
 claimed_folders: set[Path] = set()
 """Of the runs that this process trains: run_files.py's."""
@@ -56,6 +56,8 @@ class CheckpointFolder:
         try:
             names: list[str] = keep_trying(self.folder, lambda: os.listdir(self.folder), "read")
         except FileNotFoundError:
+            if self.folder.is_symlink():  # to a disk that is away
+                raise
             return []
         return names
 

@@ -34,15 +34,18 @@ def plain(value: Any, name: str = "state") -> Any:
         return {plain(key, f"a key of {name}"): plain(item, f"{name}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(plain(item, f"{name}[{place}]") for place, item in enumerate(value))
-    if not isinstance(value, Tensor) and type(value) not in PLAIN:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_meta)
+    if not is_dense and type(value) not in PLAIN:
         try:
-            if isinstance(value, set):  # in another order in each process: its checksum would never fit
+            if isinstance(value, set | Tensor):  # a set is in another order in each process: no checksum would fit
                 raise TypeError
             unpack(pack(value))
         except Exception:
+            kind = f"{value.layout} Tensor" if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
-                f"checkpoint: {name} is a {type(value).__name__}, which would be saved and could never be read again. "
-                "Let build_optimizer() or the model keep tensors, numbers, strings, lists and dicts."
+                f"checkpoint: {name} is a {kind}, which would be saved and could never be read again. Let "
+                "build_optimizer() or the model keep dense tensors, numbers, strings, lists and dicts; a buffer that "
+                "need not be saved is registered with persistent=False."
             ) from None
     return value
 

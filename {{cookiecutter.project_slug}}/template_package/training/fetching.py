@@ -19,11 +19,11 @@ from itertools import tee
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from ..config import LoaderConfig
 from ..launching.distributed import RankContext
-from ..launching.starting import num_usable_cores, signals_held_back
+from ..launching.starting import RunEnds, num_usable_cores, signals_held_back
 from .random_state import cpu_generators_put_back, mix, seed_cpu_generators
 from .transfer import to_device
 from .workers import WaitedFor, kill_workers, samples_named, start_worker
@@ -79,8 +79,8 @@ class Fetcher(Dataset[MicroBatch]):
             try:
                 return MicroBatch(self._batch(request), request)
             except (StopIteration, SystemExit) as error:  # who iterates over the batches would take one for their end
-                if isinstance(error, SystemExit) and get_worker_info() is None:
-                    raise  # perhaps a signal's: starting.py
+                if isinstance(error, RunEnds):
+                    raise
                 raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
 
     def _batch(self, request: Request) -> Any:

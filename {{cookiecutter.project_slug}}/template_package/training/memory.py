@@ -13,6 +13,7 @@ import torch.distributed as dist
 from .. import model as user_model
 from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
+from ..launching.starting import RunEnds
 from ..strategies.base import Strategy
 from .checkpoint import write_whole
 from .fetching import MicroBatch
@@ -70,7 +71,7 @@ class MemoryLimit:
             self._halve()
             size = str(self._loader.micro_batch_size)
             write_whole(self._path, lambda beside: beside.write_text(size, encoding="utf-8"))
-            raise SystemExit(OUT_OF_MEMORY) from error
+            raise RunEnds(OUT_OF_MEMORY) from error
 
     def _halve(self) -> None:
         former = self._loader.micro_batch_size

@@ -15,6 +15,7 @@ from .. import model as user_model
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
 from ..validation import ConfigError
+from .checksum import plain
 from .fetching import MicroBatch
 from .random_state import get_random_states, set_random_states
 from .workers import samples_named
@@ -26,6 +27,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
     ConfigError if compute_loss does not call the model it is given exactly once, or the strategy needs gradients that
     are not there.
     """
+    plain(dict(strategy.module.state_dict()), "model")  # before a step is made that could not be saved
     random_states = get_random_states(*context.devices)
     buffers = {name: buffer.clone() for name, buffer in strategy.module.named_buffers()}
     num_calls = 0

@@ -77,6 +77,12 @@ def check_same_values(
 def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any] | None:
     resume = config.checkpoint.resume
     paths = checkpoints.newest_first()
+    if not paths and (weights := checkpoints.folder.with_name("model.safetensors")).exists():
+        raise ConfigError(
+            f"name={config.name}: {weights} is what the run ended with, and a new run would replace it; no checkpoint "
+            f"is left in {checkpoints.folder} to continue from. Put them back, choose another name=…, or remove "
+            f"{checkpoints.folder.parent}."
+        )
     if not paths and resume in ("auto", "never"):
         return None
     if not paths:

@@ -62,7 +62,7 @@ def is_described(directory: Path) -> bool:
     def read() -> bool:
         try:
             return bool(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["status"] == "complete")
-        except (FileNotFoundError, ValueError, TypeError, KeyError):  # none, or not as we wrote it
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):  # none, or not as we wrote it
             return False
 
     is_complete: bool = from_main(read)
@@ -145,9 +145,11 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
     }
     if strategy.precision == "fp16":
         summary["skipped_steps"] = int(strategy.num_skipped_steps)
-    if (weights := _best_weights(CheckpointFolder(directory / "checkpoints", keep_last=None))) is not None:
+    if (best := _best_state(CheckpointFolder(directory / "checkpoints", keep_last=None))) is not None:
+        # Steps that were lost with a rank, and came out otherwise the second time, may have left the best.
+        summary["best"] = best["best"]
         model = user_model.build_model(config.model)
-        model.load_state_dict(weights)
+        model.load_state_dict(best["model"])
         export_weights(model, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     report = report_stem(directory, "validation", "best")
@@ -155,15 +157,13 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
         get_logger().info("\n%s\n", show_report(report))
 
 
-def _best_weights(checkpoints: CheckpointFolder) -> dict[str, torch.Tensor] | None:
-    """Those of best.pt; without one, or if it is damaged, of the last checkpoint that is whole."""
+def _best_state(checkpoints: CheckpointFolder) -> dict[str, Any] | None:
+    """That of best.pt; without one, or if it is damaged, of the last checkpoint that is whole."""
     for path in sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
         try:
-            weights: dict[str, torch.Tensor] = load_checkpoint(path)["model"]
+            return load_checkpoint(path)
         except ConfigError as error:
             get_logger().warning("%s model.safetensors is made from another.", error)
-        else:
-            return weights
     return None
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from ..launching.distributed import RankContext
 from ..launching.meeting import UNHEARD
 from ..launching.processes import ASKED
-from ..launching.starting import ENDINGS, early_requests
+from ..launching.starting import ENDINGS, RunEnds, early_requests
 from .logs import get_logger
 
 POLL_SECONDS = 0.2
@@ -54,8 +54,8 @@ class StopRequest:
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if kind is SystemExit and self._context.store is None and self._received is not None:
-            raise SystemExit(128 + self._received)  # out of memory: the only rank would begin again
+        if kind is RunEnds and self._context.store is None and self._received is not None:
+            raise RunEnds(128 + self._received)  # out of memory: the only rank would begin again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
@@ -69,10 +69,10 @@ class StopRequest:
         return True
 
     def exit_unless(self, is_complete: bool) -> None:
-        """SystemExit(128 + signal number) if the run was asked to stop before it was complete."""
+        """RunEnds(128 + signal number) if the run was asked to stop before it was complete."""
         if not is_complete and self.signal_number is not None:
             get_logger().info("saved: the same command continues")
-            raise SystemExit(128 + self.signal_number)
+            raise RunEnds(128 + self.signal_number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         number = number if number == signal.SIGINT else signal.SIGTERM

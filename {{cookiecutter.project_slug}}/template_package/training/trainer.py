@@ -74,7 +74,7 @@ class Trainer:
         return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
-        """Train from where the run stands to its end; SystemExit(128 + signal number) after a request to stop."""
+        """Train from where the run stands to its end; RunEnds(128 + signal number) after a request to stop."""
         with claimed(self.directory):
             self.resume()
             if self.is_complete and is_described(self.directory):  # otherwise it was killed just before its end

@@ -111,6 +111,8 @@ FAULTS: dict[str, Any] = {
     "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": fail,
     "exit": lambda _: sys.exit("the user's own end"),
+    "exit_75": lambda _: sys.exit(75),
+    "exit_143": lambda _: sys.exit(143),
     "vanish": lambda _: os._exit(0),
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
