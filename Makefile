@@ -25,7 +25,8 @@ demo: $(READY)  ## generate a project, smoke-test it, train it on two CPU ranks 
 	cd build/demo/ddp-experiment && "$(BIN)/python" run.py device_ids=cpu,cpu
 	@cd build/demo/ddp-experiment && "$(BIN)/python" -c 'import json; \
 	best = json.load(open("runs/baseline/summary.json"))["best"]; \
-	print("\nvalidation accuracy {accuracy:.2%} (step {step}); the project is build/demo/ddp-experiment".format(**best))'
+	print("\nvalidation accuracy {accuracy:.2%} (step {step})".format(**best))'
+	@echo 'The project is build/demo/ddp-experiment. To go on there: . "$(BIN)/activate"; cd build/demo/ddp-experiment'
 
 bake: $(READY)  ## answer the questions and generate a project in build/
 	$(BAKE) -o build

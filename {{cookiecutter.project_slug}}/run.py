@@ -52,6 +52,12 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy", "omegaconf"):
+            raise
+        remedy = "Activate this project's environment, or type: python -m pip install -c constraints.txt -e ."
+        print(f"error: {sys.executable} has no {error.name}. {remedy}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
         array = numpy.load(Path(source), allow_pickle=False)
         images = scale(array.reshape(-1, *array.shape[-2:]))
     except UNREADABLE as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"predict {source}: no array of images ({reason}). Make one with numpy.save.") from None
     if images.shape[1:] != (1, 8, 8) or not len(images):
         raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")

@@ -131,7 +131,9 @@ def test_numpys_numbers_are_saved_as_pythons_and_what_could_not_be_read_is_refus
     assert group == {"lr": 0.1, 3: (True, None)} and [type(group["lr"]), type(group[3][0])] == [float, bool]
     with pytest.raises(ConfigError, match=r"state\['optimizer'\]\['betas'\]\[0\] is a ndarray"):
         folder.save({**state(2), "optimizer": {"betas": [numpy.zeros(2)]}})
-    with pytest.raises(ConfigError, match=r"state\['model'\]\['adjacency'\] is a torch.sparse_coo Tensor"):
+    with pytest.raises(
+        ConfigError, match=r"state\['model'\]\['adjacency'\] is a Tensor \(torch.float32, torch.sparse_coo, cpu\)"
+    ):
         folder.save({**state(2), "model": {"adjacency": torch.eye(2).to_sparse()}})
     assert len(folder.steps()) == 1
 

@@ -70,6 +70,12 @@ def test_store_of_one_machine_listens_on_its_loopback_alone() -> None:
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
 
 
+@pytest.mark.parametrize("words", [["device_ids=cpu,cpu"], ["evaluate"]])
+def test_python_without_torch_is_told_in_one_line(project: Project, words: list[str]) -> None:
+    output = project.run(*words, command=[sys.executable, "-S"], code=2)
+    assert "Activate this project's environment" in output and len(output.splitlines()) == 1
+
+
 def test_world_size_is_the_number_of_devices() -> None:
     node = find_node(config(["cpu", "cpu", "cpu"]), {})
     assert node.devices.names == ["cpu"] * 3 and node.num_ranks == [3] and node.launched is None

@@ -159,7 +159,7 @@ def test_summary_tells_of_the_weights_beside_it(project: Project) -> None:
     best = project.json("run", "summary.json")["best"]
     assert best["step"] > 7
     project.rewind("run", 7, "resumed")
-    project.run("name=resumed", "evaluation.every_epochs=null")
+    assert f"at step {best['step']} (runs/resumed)" in project.run("name=resumed", "evaluation.every_epochs=null")
     assert project.json("resumed", "summary.json")["best"] == best
 
 

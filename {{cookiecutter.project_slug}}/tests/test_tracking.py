@@ -145,6 +145,9 @@ def test_line_that_nobody_can_read_stays(tmp_path: Path, damage: bytes) -> None:
     path.write_bytes(b"\n".join(lines))
     track(tmp_path, 7, 10)
     assert path.read_bytes() == b"\n".join(lines)
+    path.write_bytes(b"\n".join([*lines[:10], damage, b""]))  # where a step comes again
+    track(tmp_path, 7, 10)
+    assert path.read_bytes() == b"\n".join(lines)
     track(tmp_path, 0, 10)
     assert damage not in path.read_bytes(), "a new run begins a new file"
 

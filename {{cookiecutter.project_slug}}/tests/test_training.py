@@ -141,6 +141,18 @@ def test_torchrun_gives_the_same_as_our_own_processes(project: Project) -> None:
     assert project.lines("torchrun") == project.lines("run")
 
 
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("model.register_buffer('adjacency', torch.eye(2).to_sparse())", "model['adjacency'] is a Tensor"),
+        ("model.append(type('Own', (nn.Identity,), {'get_extra_state': dict})())", "holds 6._extra_state, a dict"),
+    ],
+)
+def test_model_that_could_not_be_saved_is_refused_before_the_first_step(project: Project, line: str, rule: str) -> None:
+    project.edit("model.py", "    model.config, model.num_calls", f"    {line}\n    model.config, model.num_calls")
+    assert rule in project.run(code=2) and not (project.directory("run") / "metrics.jsonl").exists()
+
+
 def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "model.fault=bypass", code=2)
     assert "called model(...) 0 times" in output and "model.module" in output and "Traceback" not in output

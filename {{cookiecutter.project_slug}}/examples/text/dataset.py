@@ -77,7 +77,9 @@ def from_hub(key: str, name: str, load: Callable[[str], Any]) -> Any:
     try:
         return load(name)
     except (OSError, ValueError) as error:
-        reason = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's, of whose files it makes its own
+            raise
+        reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"{key}={one_line(name)}: {reason} Name one of Hugging Face's, or a folder.") from None
 
 

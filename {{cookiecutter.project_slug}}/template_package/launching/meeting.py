@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..config import Config, LaunchConfig, differing_keys, to_dict
 from ..validation import ConfigError, FailureError
 from .environment import Launched
+from .starting import RunEnds
 
 Fingerprint = dict[str, Any]
 FAREWELL_SECONDS = 30.0
@@ -44,7 +45,7 @@ def serve_local_store() -> dist.TCPStore:
 
 def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Launched]:
     """Where the ranks of a launcher meet, and this one's place with the number of this attempt. ConfigError if rank 0
-    cannot serve it, or does not; SystemExit if a rank of an attempt before was asked to stop.
+    cannot serve it, or does not; RunEnds if a rank of an attempt before was asked to stop.
     """
     is_served_here = launched.rank == 0 and not launched.is_store_served
     address, port = launched.master_addr, launched.master_port
@@ -64,7 +65,7 @@ def open_store(launched: Launched, timeout: timedelta) -> tuple[dist.Store, Laun
             if before.check([UNHEARD]):
                 if launched.local_rank == 0:
                     print("one rank was asked to stop, and all have: they do not begin again", file=sys.stderr)
-                raise SystemExit(128 + int(before.get(UNHEARD)))
+                raise RunEnds(128 + int(before.get(UNHEARD)))
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     return dist.PrefixStore(f"attempt_{launched.attempt}", store), launched
 

@@ -41,7 +41,9 @@ def plain(value: Any, name: str = "state") -> Any:
                 raise TypeError
             unpack(pack(value))
         except Exception:
-            kind = f"{value.layout} Tensor" if isinstance(value, Tensor) else type(value).__name__
+            kind = type(value).__name__
+            if isinstance(value, Tensor):
+                kind = f"Tensor ({value.dtype}, {value.layout}, {value.device})"
             raise ConfigError(
                 f"checkpoint: {name} is a {kind}, which would be saved and could never be read again. Let "
                 "build_optimizer() or the model keep dense tensors, numbers, strings, lists and dicts; a buffer that "

@@ -27,7 +27,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
     ConfigError if compute_loss does not call the model it is given exactly once, or the strategy needs gradients that
     are not there.
     """
-    plain(dict(strategy.module.state_dict()), "model")  # before a step is made that could not be saved
+    _check_state(dict(strategy.module.state_dict()))  # before a step is made that could not be saved
     random_states = get_random_states(*context.devices)
     buffers = {name: buffer.clone() for name, buffer in strategy.module.named_buffers()}
     num_calls = 0
@@ -49,6 +49,16 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext) 
         for name, buffer in strategy.module.named_buffers():
             buffer.copy_(buffers[name])
     set_random_states(random_states, *context.devices)
+
+
+def _check_state(state: dict[str, Any]) -> None:
+    plain(state, "model")
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"model: its state_dict() holds {name}, a {type(value).__name__}: it must hold tensors alone. Register "
+                "a tensor as a buffer in place of get_extra_state()."
+            )
 
 
 def _check_loss(loss: torch.Tensor, num_calls: int) -> None:

@@ -96,7 +96,7 @@ def _read_state(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]
     if resume == "never":
         raise ConfigError(
             f"checkpoint.resume=never: {checkpoints.folder} holds checkpoints, which a new run would mix with its own. "
-            "Choose another name=…, or remove the folder."
+            f"Choose another name=…, or remove {checkpoints.folder.parent}."
         )
     for path in paths:
         try:

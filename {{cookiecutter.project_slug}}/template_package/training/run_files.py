@@ -129,12 +129,13 @@ def describe_start(directory: Path, config: Config, context: RankContext, device
     (directory / "summary.json").unlink(missing_ok=True)
 
 
-def describe_end(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> None:
-    """Write summary.json and the best weights; all ranks call it, rank 0 writes."""
+def describe_end(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any] | None:
+    """Write summary.json and the best weights; all ranks call it, rank 0 writes. Returns what it says is the best."""
     context = strategy.context
     peaks = gather_objects([_peak_memory_mib(device) for device in context.devices])
+    best: dict[str, Any] | None = summary["best"]
     if not context.is_main:
-        return
+        return best
     summary |= {
         "world_size": context.world_size,
         "num_devices": strategy.num_devices,
@@ -145,16 +146,17 @@ def describe_end(directory: Path, summary: dict[str, Any], config: Config, strat
     }
     if strategy.precision == "fp16":
         summary["skipped_steps"] = int(strategy.num_skipped_steps)
-    if (best := _best_state(CheckpointFolder(directory / "checkpoints", keep_last=None))) is not None:
+    if (state := _best_state(CheckpointFolder(directory / "checkpoints", keep_last=None))) is not None:
         # Steps that were lost with a rank, and came out otherwise the second time, may have left the best.
-        summary["best"] = best["best"]
+        best = summary["best"] = state["best"]
         model = user_model.build_model(config.model)
-        model.load_state_dict(best["model"])
+        model.load_state_dict(state["model"])
         export_weights(model, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     report = report_stem(directory, "validation", "best")
     if summary["status"] == "complete" and Path(f"{report}.json").exists():
         get_logger().info("\n%s\n", show_report(report))
+    return best
 
 
 def _best_state(checkpoints: CheckpointFolder) -> dict[str, Any] | None:

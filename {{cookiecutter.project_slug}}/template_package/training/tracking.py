@@ -6,7 +6,6 @@ Where words go is logs.py's.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -141,25 +140,26 @@ def _make_bar(resumed_step: int, total_steps: int) -> tqdm:
 def _cut(path: Path, last: float) -> None:
     """Drop the lines that will come again, and one that a killed process left half written."""
     former = path.read_bytes() if path.exists() else b""
-    *lines, half = former.split(b"\n")
-    place, kept = 1.0, []
-    for line in lines:
-        place = _place_of(line, otherwise=place)  # one that nobody can read stays with the line before it
-        if place <= last:
-            kept.append(line + b"\n")
-    if _place_of(half, otherwise=math.inf) <= last:
-        kept.append(half + b"\n")
-    if (content := b"".join(kept)) != former:
+    kept, unreadable = list[bytes](), list[bytes]()
+    for line in former.split(b"\n"):
+        place = _place_of(line)
+        if place is None:
+            unreadable.append(line)
+        elif place <= last:  # so what nobody can read before it is of the run's past too
+            kept += [*unreadable, line]
+            unreadable = []
+    content = b"".join(line + b"\n" for line in kept)
+    if content != former:
         write_whole(path, lambda beside: beside.write_bytes(content))
 
 
-def _place_of(line: bytes, otherwise: float) -> float:
-    """The step, and a half for the evaluation after it."""
+def _place_of(line: bytes) -> float | None:
+    """The step, and a half for the evaluation after it; None if the line does not tell."""
     try:
         values = json.loads(line)
         return float(values["step"]) + (0.0 if values["split"] == "train" else 0.5)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return otherwise
+        return None
 
 
 def _figures(values: Mapping[str, Value]) -> str:

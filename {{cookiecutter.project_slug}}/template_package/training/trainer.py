@@ -215,6 +215,6 @@ class Trainer:
         self.profiler.finish()
         status = "complete" if self.is_complete else "stopped"
         summary = {"status": status, "micro_batch_size": self.loader.micro_batch_size, **self.progress.summary()}
-        describe_end(self.directory, summary | times, self.config, self.strategy)
+        self.progress.best = describe_end(self.directory, summary | times, self.config, self.strategy)
         self.tracking.close()
         self.tracking.message(f"{status}: {self.progress.describe()} ({self.directory})")
