@@ -46,7 +46,7 @@ test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLU
 	tests/cluster/install_packages.sh
 	$(PYTEST) tests/cluster
 
-campaigns: $(READY)  ## inject faults by the hundred, with reports in build/campaigns (20 to 35 minutes)
+campaigns: $(READY)  ## inject faults by the hundred, with reports in build/campaigns (20 to 40 minutes)
 	$(PYTEST) tests/campaigns --long
 
 lint: $(READY)  ## check style and types of the template and, in place, of the generated project
