@@ -126,7 +126,8 @@ def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
     found = {}
     for case in ET.parse(junit).iter("testcase"):
         problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        words = [f"{child.tag}: {child.get('message', '')} {(child.text or '')[-2000:]}" for child in problems]
+        words = [f"{child.tag}: {child.get('message', '')}" for child in problems]
+        words += [(child.text or "")[-2000:] for child in problems if child.tag != "skipped"]  # which tells the place
         found[f"{Path(case.get('file', '')).name}::{case.get('name')}"] = "\n".join(words)
     return found
 
