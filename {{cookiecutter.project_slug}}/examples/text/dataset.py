@@ -9,11 +9,10 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,17 +69,6 @@ def require_transformers(key: str, name: str | None) -> None:
     if name is not None and find_spec("transformers") is None:
         command = "pip install -c constraints.txt -e '.[transformers]'"
         raise ValueError(f"{key}={name}: transformers is not installed. Run {command}")
-
-
-def from_hub(key: str, name: str, load: Callable[[str], Any]) -> Any:
-    """What `load` of Hugging Face's makes of a name or folder; ConfigError, with its reason, if there is none."""
-    try:
-        return load(name)
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's, of whose files it makes its own
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{key}={one_line(name)}: {reason} Name one of Hugging Face's, or a folder.") from None
 
 
 def tokenize(text: str) -> list[str]:
@@ -212,7 +200,7 @@ class PretrainedTokenizer:
     def __init__(self, name: str, max_length: int) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer, self.max_length = from_hub("data.tokenizer", name, AutoTokenizer.from_pretrained), max_length
+        self.tokenizer, self.max_length = AutoTokenizer.from_pretrained(name), max_length
         if self.tokenizer.pad_token is None:  # generative ones have none
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.padding: int = self.tokenizer.pad_token_id

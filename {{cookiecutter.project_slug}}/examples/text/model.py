@@ -8,14 +8,13 @@ the mean over, if not samples: target tokens, say).
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .dataset import PADDING, Batch, DataConfig, from_hub, require_transformers
+from .dataset import PADDING, Batch, DataConfig, require_transformers
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -141,10 +140,9 @@ class Pretrained(nn.Module):
         super().__init__()
         from transformers import AutoModelForSequenceClassification
 
-        load = partial(
-            AutoModelForSequenceClassification.from_pretrained, num_labels=num_classes, ignore_mismatched_sizes=True
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=num_classes, ignore_mismatched_sizes=True
         )
-        self.model = from_hub("model.pretrained", name, load)
         if self.model.config.pad_token_id is None:  # as the tokenizer does
             self.model.config.pad_token_id = self.model.config.eos_token_id
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from template_package.dataset import Batch, DataConfig, PretrainedTokenizer, Sentences, Vocabulary
+from template_package.dataset import Batch, DataConfig, Sentences, Vocabulary
 from template_package.model import (
     ModelConfig,
     build_metrics,
@@ -16,7 +16,6 @@ from template_package.model import (
     predict,
     update_metrics,
 )
-from template_package.validation import ConfigError
 
 TEXTS = ["rain and snow", "soup", "the train left at noon", "ein 高い切符", "snow"]
 
@@ -174,15 +173,6 @@ def test_what_comes_from_hugging_face_is_refused_without_its_library(monkeypatch
     for make, key in ((DataConfig, "tokenizer"), (ModelConfig, "pretrained")):
         with pytest.raises(ValueError, match=f"{key}=x: transformers is not installed. Run pip install"):
             make(**{key: "x"})  # type: ignore[arg-type]
-
-
-def test_what_hugging_face_does_not_have_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"data.tokenizer=./no folder: .* Name one of Hugging Face's"):
-        PretrainedTokenizer("./no folder", max_length=8)
-    with pytest.raises(ConfigError, match=r"model.pretrained=./no folder: .* Name one of Hugging Face's"):
-        build_model(ModelConfig(pretrained="./no folder"))
 
 
 def save_tiny_bert(folder: Path) -> None:
