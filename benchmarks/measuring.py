@@ -142,7 +142,7 @@ class Bench:
         num_epochs = max(-(-case.num_steps * case.batch_size * case.num_ranks // case.num_samples) for case in own)
         path = self._folder / f"orders_{work}"
         program = (
-            "import pathlib, sys, torch; from template_package.training.loader import epoch_order; "
+            "import pathlib, sys, torch; from template_package.data.loader import epoch_order; "
             f"orders = [epoch_order({own[0].num_samples}, {SEED}, epoch) for epoch in range({num_epochs})]; "
             "pathlib.Path(sys.argv[1]).write_bytes(torch.cat(orders).numpy().tobytes())"
         )

@@ -1,10 +1,9 @@
-"""Makes the rendered folder the project that was asked for, and lets it prove that it trains.
+"""Turns the rendered folder into the project that was asked for, then lets it prove that it trains.
 
-The shape first, the same bytes for the same answers (cruft relies on it): the chosen example, license, tracker and
-devices go in place, what was not chosen goes away, `template_package` takes its name. Then the smoke test, which is
-left to template_only/first_smoke_test.py of the rendered folder, because a hook cannot import its neighbours. The
-project is kept whatever comes of it, unless DDP_TEMPLATE_STRICT=1. Runs on Python 3.10, without any library; the only
-Jinja is the line RAW.
+First the files: the hook puts the chosen example, license, tracker and devices in place, removes what was not chosen,
+and gives `template_package` its name. The same answers always give the same bytes; cruft relies on that. Then the smoke
+test, which template_only/first_smoke_test.py of the rendered folder runs. The project is kept whatever the result,
+unless DDP_TEMPLATE_STRICT=1. The hook runs on Python 3.10 without any library; the line RAW is its only Jinja.
 """
 
 from __future__ import annotations
@@ -19,10 +18,46 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-EXTRA_STRATEGIES = ("accelerate", "deepspeed", "horovod")
-"""Each is a file in strategies/, tests, an extra of pyproject.toml; some have a section in config.yaml or a script."""
 RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
+
+LIBRARY_ENVIRONMENT = "template_package/strategies/library_environment.py"
+ONLY_WITH = {
+    "extra_strategies": {
+        "accelerate": ["template_package/strategies/accelerate.py", LIBRARY_ENVIRONMENT],
+        "deepspeed": [
+            "template_package/strategies/deepspeed.py",
+            "template_package/options_deepspeed.py",
+            "template_package/strategies/zero",
+            LIBRARY_ENVIRONMENT,
+            "config.yaml:deepspeed",
+        ],
+        "horovod": [
+            "template_package/strategies/horovod.py",
+            "template_package/launching/horovodrun.py",
+            "scripts/install_horovod.sh",
+            LIBRARY_ENVIRONMENT,
+        ],
+    },
+    "tools": {
+        "all": [
+            "template_package/commands/benchmark",
+            "template_package/commands/doctor",
+            "template_package/options_benchmark.py",
+            "config.yaml:benchmark",
+        ],
+    },
+    "tracker": {
+        "tensorboard": ["template_package/tracking/tensorboard.py"],
+        "wandb": ["template_package/tracking/wandb.py"],
+    },
+}
+"""{question: {answer: paths}}: a project holds these files, folders and sections of config.yaml only with that answer.
+
+The answer `all` stands for every answer of its question.
+"""
+NEVER = ("examples", "template_only", "tests/machinery")
+"""Folders of the template that no project holds."""
 
 
 def main() -> int:
@@ -47,16 +82,18 @@ def main() -> int:
 def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     """Leaves the chosen files with the chosen values, under the chosen package name."""
     config, pyproject = project / "config.yaml", project / "pyproject.toml"
-    text = place_example(project, answers["example"], config.read_text(encoding="utf-8"))
-    text = set_value(text, "device_ids", as_yaml(answers["device_ids"]))
+    text = install_example(project, answers["example"], config.read_text(encoding="utf-8"))
+    text = set_value(text, "device_ids", device_ids_as_yaml(answers["device_ids"]))
     text = set_value(text, "logging.tracker", answers["tracker"])
-    for name in EXTRA_STRATEGIES:
-        if answers["extra_strategies"] not in (name, "all"):
-            for path in ("template_package/strategies/{}.py", "tests/test_{}.py", "scripts/install_{}.sh"):
-                (project / path.format(name)).unlink(missing_ok=True)
-            if name == "deepspeed":
-                shutil.rmtree(project / "template_package" / "strategies" / "zero")
-            text = re.sub(block_pattern(name), "", text, flags=re.MULTILINE)
+    if answers["license"] != "none":
+        (project / "template_only" / "licenses" / answers["license"]).rename(project / "LICENSE")
+    for path in (*NEVER, *paths_not_chosen(answers)):
+        if path.startswith("config.yaml:"):
+            text = remove_section(text, path.removeprefix("config.yaml:"))
+        elif (project / path).is_dir():
+            shutil.rmtree(project / path)
+        else:
+            (project / path).unlink()
     config.write_text(text, encoding="utf-8", newline="\n")
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
@@ -64,30 +101,40 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     text = text.replace('["template_package', f'["{answers["package_name"]}')  # no answer has a bare quote in TOML
     pyproject.write_text(text, encoding="utf-8", newline="\n")
 
-    if answers["license"] != "none":
-        (project / "template_only" / "licenses" / answers["license"]).rename(project / "LICENSE")
-    shutil.rmtree(project / "template_only")
-    for pattern in ("__pycache__", ".*_cache"):  # what tools have left in a local copy of the template
+    for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
         for folder in list(project.rglob(pattern)):
             shutil.rmtree(folder, ignore_errors=True)
     rename_package(project, answers["package_name"])
 
 
-def place_example(project: Path, example: str, config: str) -> str:
-    """The config text for the example, whose code goes to the package and tests/, and whose data to the top folder."""
+def paths_not_chosen(answers: Mapping[str, str]) -> list[str]:
+    """The entries of ONLY_WITH that none of the answers keeps."""
+    all_paths, chosen = set[str](), set[str]()
+    for question, paths_of_answer in ONLY_WITH.items():
+        for answer, paths in paths_of_answer.items():
+            all_paths.update(paths)
+            if answers[question] in (answer, "all"):
+                chosen.update(paths)
+    return sorted(all_paths - chosen)
+
+
+def install_example(project: Path, example: str, config: str) -> str:
+    """Moves the example's code to the package and tests/, its data to the top folder, and returns the changed config.
+
+    `image` is the example that lies in place already, so it has no folder.
+    """
     folder = project / "examples" / example
-    changes = ""
-    if folder.is_dir():
-        changes = (folder / "config.yaml").read_text(encoding="utf-8")
-        (folder / "config.yaml").unlink()
-        for source in filter(Path.is_file, folder.iterdir()):
-            code = "tests" if source.name.startswith("test_") else "template_package"
-            source.replace(project / (code if source.suffix == ".py" else ".") / source.name)
-    shutil.rmtree(project / "examples")
-    for block in re.findall(block_pattern(r"\w+"), changes, re.MULTILINE):
+    if not folder.is_dir():
+        return config
+    changes = (folder / "config.yaml").read_text(encoding="utf-8")
+    (folder / "config.yaml").unlink()
+    for source in filter(Path.is_file, folder.iterdir()):
+        code = "tests" if source.name.startswith("test_") else "template_package"
+        source.replace(project / (code if source.suffix == ".py" else ".") / source.name)
+    for block in re.findall(section_pattern(r"\w+"), changes, re.MULTILINE):
         section = block.partition(":")[0]
         if section in {"data", "model"}:
-            old = re.search(block_pattern(section), config, re.MULTILINE)
+            old = re.search(section_pattern(section), config, re.MULTILINE)
             assert old, f"config.yaml has no {section}"
             config = config[: old.start()] + block + config[old.end() :]
         else:
@@ -96,15 +143,22 @@ def place_example(project: Path, example: str, config: str) -> str:
     return config
 
 
-def block_pattern(section: str) -> str:
+def section_pattern(section: str) -> str:
     """Matches a top-level key of a YAML text and the indented lines below it, not the comment above the next key."""
     return rf"^{section}:.*\n(?: +.*\n|\n(?= ))*"
+
+
+def remove_section(config: str, section: str) -> str:
+    """The config text without a top-level key and the blank line between it and its neighbour."""
+    shorter, number = re.subn(section_pattern(section) + r"\n?", "", config, flags=re.MULTILINE)
+    assert number == 1, f"config.yaml has no {section}"
+    return shorter.rstrip("\n") + "\n"
 
 
 def set_value(config: str, key: str, value: str) -> str:
     """The config text with one value changed; the comment behind it keeps its column where the value leaves room."""
     section, _, name = key.rpartition(".")
-    block = re.search(block_pattern(section) if section else r"\A[\s\S]*", config, re.MULTILINE)
+    block = re.search(section_pattern(section) if section else r"\A[\s\S]*", config, re.MULTILINE)
     assert block, f"config.yaml has no {section}"
     indent = "  " if section else ""
     line = re.compile(rf"^{indent}{name}: (.*?)( +#.*)?$", re.MULTILINE).search(config, *block.span())
@@ -115,25 +169,25 @@ def set_value(config: str, key: str, value: str) -> str:
     return config[: line.start(1)] + value + config[line.end() :]
 
 
-def as_yaml(device_ids: str) -> str:
-    """`0,2` as `[0, 2]`; words such as cpu and auto:2 stay words."""
+def device_ids_as_yaml(device_ids: str) -> str:
+    """`0,2` becomes `[0, 2]`; words such as cpu and auto:2 stay words."""
     entries = [entry.strip() for entry in device_ids.strip().strip("[]").split(",")]
     entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
     return entries[0] if len(entries) == 1 and not entries[0].isdigit() else f"[{', '.join(entries)}]"
 
 
 def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
-    """The text without the lines that end in `# only with QUESTION=ANSWER` where another answer was given."""
+    """The text without the lines that end in `# only with QUESTION=ANSWER` for an answer that was not given."""
     kept = []
     for line in text.splitlines():
-        condition = re.search(r"\s*# only with (example|tracker|extra_strategies)=(\w+)$", line)
+        condition = re.search(r"\s*# only with (\w+)=(\w+)$", line)
         if condition is None or answers[condition[1]] in (condition[2], "all"):
             kept.append(line[: condition.start()] if condition else line)
     return "\n".join(kept) + "\n"
 
 
 def rename_package(project: Path, name: str) -> None:
-    """Gives the folder `template_package` its name, and every mention of it in code, which holds no answer's words."""
+    """Renames the folder `template_package` and every mention of it in code, which holds no text of the answers."""
     (project / "template_package").rename(project / name)
     for path in project.rglob("*"):
         if path.suffix in {".py", ".sh"} and path.is_file():
@@ -141,17 +195,17 @@ def rename_package(project: Path, name: str) -> None:
 
 
 def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
-    """What to type now, in the order that works after this result."""
+    """The commands to type next, in an order that works after this result of the smoke test."""
     steps = [(f"cd {shlex.quote(str(project))}", "")]
     if answers["smoke_test"] == "venv" and state in {"PASSED", "FAILED"}:
         steps += [(". .venv/bin/activate", "")]
     elif state in {"NOT RUN", "SKIPPED"}:
         steps += [
             ("python3 -m venv .venv && . .venv/bin/activate", "or activate an environment of your own"),
-            ("python -m pip install -c constraints.txt -e .", "what the project needs"),
+            ("python -m pip install -c constraints.txt -e .", "installs the dependencies"),
         ]
     if state != "PASSED":
-        steps += [("python run.py smoke", "the test: two CPU ranks train, save, resume and evaluate")]
+        steps += [("python run.py smoke", "two CPU ranks train, save, resume and evaluate")]
     if state != "FAILED":
         steps += [
             ("python run.py", "trains on the devices that config.yaml names"),
@@ -159,7 +213,7 @@ def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
         ]
     lines = [f"  {command:<56}{'# ' + reason if reason else ''}".rstrip() for command, reason in steps]
     package = answers["package_name"]
-    yours = f"Yours to write: {package}/model.py and {package}/dataset.py; README.md says how."
+    yours = f"You write {package}/model.py and {package}/dataset.py; README.md explains how."
     return "\n".join(["", "Next:", *lines, yours])
 
 

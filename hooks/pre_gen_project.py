@@ -1,8 +1,8 @@
 """Refuses answers that would give a broken project: all of them at once, each with its remedy.
 
-Cookiecutter renders this file and runs it before it writes any other; exit code 1 makes it remove the new folder. It
-cannot ask again, so the last line is the command that keeps the good answers. That a choice is one of those offered is
-left to cookiecutter itself. The only Jinja is the line RAW.
+Cookiecutter renders this file and runs it before it writes any other file; on exit code 1 it removes the new folder. It
+cannot ask again, so the last line printed is a command that keeps the good answers. Cookiecutter itself checks that a
+choice is one of those offered. The line RAW is the only Jinja.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
 LIBRARIES = set(
     """
-    absl absl-py accelerate annotated-types antlr4 arrow attr attrs certifi charset-normalizer click cloudpickle
-    contourpy cookiecutter cpuinfo cruft cycler datasets dateutil deepspeed distro einops filelock fsspec functorch
-    git gitdb google grpc grpcio hjson horovod httpcore httpx huggingface-hub idna iniconfig jinja2 joblib
-    kiwisolver lightning markdown markdown-it markupsafe matplotlib mpl-toolkits mpmath msgpack mypy mypy-extensions
-    narwhals networkx ninja numpy nvidia-ml-py omegaconf opentelemetry packaging pandas pathspec peft pillow pip
-    platformdirs pluggy protobuf psutil py pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex
-    requests rich ruff safetensors scikit-learn scipy sentencepiece setuptools shared-server simulated-nvml six
-    sklearn sympy tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm
-    transformers triton typer typing-extensions urllib3 wandb werkzeug wheel workload xxhash yaml
+    absl absl-py accelerate annotated-types arrow attr attrs certifi charset-normalizer click cloudpickle contourpy
+    cookiecutter cpuinfo cruft cycler datasets dateutil deepspeed distro einops filelock fsspec functorch git gitdb
+    google grpc grpcio hjson horovod httpcore httpx huggingface-hub idna iniconfig jinja2 joblib kiwisolver
+    lightning lightning-utilities markdown markdown-it markupsafe matplotlib mpl-toolkits mpmath msgpack mypy
+    mypy-extensions narwhals networkx ninja numpy nvidia-ml-py opentelemetry packaging pandas pathspec peft pillow
+    pip platformdirs pluggy protobuf psutil py pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex
+    requests rich ruff safetensors scikit-learn scipy sentencepiece setuptools six sklearn sympy
+    tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm transformers triton
+    typer typing-extensions typing-inspection urllib3 wandb werkzeug wheel workload xxhash yaml
     """.split()
 )
 FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())
 
 
 def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
-    """What is wrong with which answer, and what to write instead; empty if all are good."""
+    """{question: problem and remedy} for the bad answers."""
     problems = {}
     for key in FREE_TEXT:
         if problem := text_problem(answers[key]):
             problems[key] = problem
     if not answers["project_name"].strip():
-        problems["project_name"] = "a project needs a name, such as project_name='My Project'."
+        problems["project_name"] = "it is empty. Give the project a name, such as project_name='My Project'."
     if rule := broken_slug_rule(answers["project_slug"]):
-        problems["project_slug"] = f"it must be {rule}. Use project_slug={suggest_slug(answers['project_slug'])}"
+        problems["project_slug"] = f"it must {rule}. Use project_slug={suggest_slug(answers['project_slug'])}"
     if rule := broken_package_rule(answers["package_name"]):
-        problems["package_name"] = f"it must be {rule}. Use package_name={suggest_package(answers['package_name'])}"
+        problems["package_name"] = f"it must {rule}. Use package_name={suggest_package(answers['package_name'])}"
     if problem := device_ids_problem(answers["device_ids"]):
         problems["device_ids"] = problem
     return problems
@@ -59,40 +59,41 @@ def text_problem(text: str) -> str | None:
     if any(unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"} for character in text):
         return "it holds a line break, a control character or half a character. Write one line of printable text."
     if re.search(r"\{\{|\{%|\{#", text):
-        return "cookiecutter would take {{, {% or {# for its own. Write it without them."
+        return "cookiecutter would read {{, {% or {# as its own syntax. Write the text without them."
     return None
 
 
 def broken_slug_rule(slug: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", slug) or len(slug) > 64:
-        return "lower-case letters and digits in words joined by - or _, a letter first, at most 64 characters"
+        return "be words of lower-case letters and digits, joined by - or _, a letter first, at most 64 characters"
     if slug in WINDOWS_DEVICES:
-        return "no name that Windows keeps for a device"
+        return "not be a device name of Windows"
     if slug.replace("_", "-") in LIBRARIES:
-        return "no name of a library that the project installs"
+        return "not be the name of a library that the project installs"
     return None
 
 
 def broken_package_rule(name: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or len(name) > 40:
-        return "lower-case letters, digits and _, a letter first, at most 40 characters"
+        return "be lower-case letters, digits and _, a letter first, at most 40 characters"
     if keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        return "no keyword and no module of Python's own"
+        return "not be a keyword or a module of Python itself"
     if name.replace("_", "-") in LIBRARIES:
-        return "no library that the project uses"
+        return "not be the name of a library that the project uses"
     if name in WINDOWS_DEVICES | FOLDERS:
-        return "no name that the project or Windows uses already"
+        return "not be a name that the project or Windows already uses"
     return None
 
 
 def suggest_slug(text: str) -> str:
-    """A good name near the given one."""
+    """A valid slug close to the given text."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", ascii_text).strip("-")[:56].strip("-")
     return f"project-{slug}".strip("-") if not slug[:1].isalpha() or broken_slug_rule(slug) else slug
 
 
 def suggest_package(text: str) -> str:
+    """A valid package name close to the given text."""
     name = suggest_slug(text).replace("-", "_")[:32].strip("_")
     return f"project_{name}" if broken_package_rule(name) else name
 
@@ -113,7 +114,7 @@ def device_ids_problem(text: str) -> str | None:
 
 
 def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
-    """The command line that starts again with the good answers as defaults."""
+    """The command line that asks again and keeps the good answers."""
     good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
     template = answers.get("_template", "TEMPLATE")
     if "_output_dir" not in answers:  # cruft
@@ -128,8 +129,8 @@ def main() -> int:
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)
-    if any(path.name != ".git" for path in Path.cwd().iterdir()):  # cookiecutter -f would write over the user's work
-        problems["project_slug"] = f"{Path.cwd()} holds files. Choose another folder; `cruft update` updates a project."
+    if any(path.name != ".git" for path in Path.cwd().iterdir()):  # cookiecutter -f would overwrite the user's work
+        problems["project_slug"] = f"{Path.cwd()} is not empty. Choose another name; `cruft update` updates a project."
     if not problems:
         return 0
     print("These answers would give a broken project:", file=sys.stderr)

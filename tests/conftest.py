@@ -1,4 +1,4 @@
-"""A clean copy of the template, cookiecutters with and without torch, and stand-ins for Python."""
+"""Fixtures: a clean copy of the template, a cookiecutter without torch, and stand-ins for Python."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ import pytest
 from baking import ROOT, export_template
 
 StubPython = Callable[..., str]
-# torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
+# torch asks the name service about the other end of each connection, and a lost answer costs 5 seconds by default.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the campaigns, whose short version only `make test-all` runs."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "tests" / "campaigns"):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The person's own settings of cookiecutter and git have no say here, and nothing is written to them."""
+    """Replaces the user's settings of cookiecutter and git, so that tests neither read nor change them."""
     folder = tmp_path_factory.mktemp("settings")
     settings = f"replay_dir: {folder}/replay\ncookiecutters_dir: {folder}/cookiecutters\n"
     (folder / "cookiecutter.yaml").write_text(settings, encoding="utf-8")
@@ -40,7 +47,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python that has cookiecutter and nothing else, as pipx and uvx make one."""
+    """A Python that has cookiecutter and nothing else, like those that pipx and uvx make."""
     python = str(tmp_path_factory.mktemp("isolated") / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(Path(python).parents[1])], check=True)
     constraints = str(ROOT / "constraints.txt")
@@ -51,7 +58,7 @@ def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def stub_python(tmp_path: Path) -> StubPython:
-    """Makes a Python that answers as this one does, but runs shell lines in place of run.py."""
+    """A function that makes a stand-in for Python, which runs shell lines instead of run.py."""
 
     def make(run_py: str = "exit 1", anything_else: str = f'exec "{sys.executable}" "$@"', name: str = "stub") -> str:
         path = tmp_path / "pythons" / name / "python3"
@@ -67,13 +74,13 @@ def stub_python(tmp_path: Path) -> StubPython:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Marks all processes that this test starts, so that those left behind can be found."""
+    """Marks every process that this test starts, so that processes left behind can be found."""
     monkeypatch.setenv("DDP_MARK_OF_TEST", str(tmp_path))
     return str(tmp_path)
 
 
 def marked_processes(mark: str) -> list[str]:
-    """The command lines of the living processes that a test has started, whoever their parent is now."""
+    """The command lines of the processes that a test has started and that still run, whatever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -81,5 +88,5 @@ def marked_processes(mark: str) -> list[str]:
             if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.cmdline()))
         except psutil.Error:
-            continue  # it has ended meanwhile, or belongs to somebody else
+            continue  # the process has ended meanwhile or belongs to another user
     return found

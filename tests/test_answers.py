@@ -1,4 +1,4 @@
-"""Bad answers are refused, all at once and with a remedy, and leave nothing; every printable text arrives as typed."""
+"""Bad answers are refused together, each with a remedy, and leave no file; every printable text arrives as typed."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def test_refused_answers_leave_nothing(
     output_dir, temporary = tmp_path / "out", tmp_path / "temporary"
     output_dir.mkdir()
     temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # where cookiecutter renders the hooks
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # cookiecutter renders the hooks there
     monkeypatch.setenv("TMPDIR", str(temporary))
     with pytest.raises(FailedHookException):
         bake(template, output_dir, **answers)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    if "/" not in answers.get("project_slug", ""):  # cookiecutter itself makes the parents, before any hook
+    if "/" not in answers.get("project_slug", ""):  # cookiecutter itself makes parent folders before any hook
         assert list(output_dir.iterdir()) == []
 
 
@@ -192,7 +192,7 @@ def test_device_ids_reach_the_config(template: Path, tmp_path: Path, answer: str
     assert yaml.safe_load(text)["device_ids"] == value
     before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(encoding="utf-8")
     changed = [(new, old) for new, old in zip(text.splitlines(), before.splitlines(), strict=True) if new != old]
-    assert all(new.startswith("device_ids: ") for new, _ in changed)  # and no other line, comments included
+    assert all(new.startswith("device_ids: ") for new, _ in changed)  # no other line changes, not even a comment
     assert all(new.partition("#")[2] == old.partition("#")[2] for new, old in changed)
 
 

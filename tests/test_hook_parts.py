@@ -1,9 +1,8 @@
-"""The parts of the hooks, imported as they lie here: changes of text, the search for a Python, the end of processes."""
+"""Tests of the hooks' parts: changes of text, the files that answers keep, the search for a Python, ended processes."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -11,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import StubPython, marked_processes
-from post_gen_project import block_pattern, keep_chosen_lines, next_steps, set_value
+from post_gen_project import keep_chosen_lines, next_steps, paths_not_chosen, remove_section, set_value
 from processes import run
 from python_search import candidate_pythons, find_python, read_requirements
+
+from conftest import StubPython, marked_processes
 
 CONFIG = """\
 # About the file
@@ -40,11 +40,25 @@ def test_value_changes_in_its_section_only_and_comments_keep_their_column() -> N
         set_value(CONFIG, "other.last", "2")
 
 
-def test_block_ends_before_the_comment_of_the_next_key() -> None:
-    block = re.search(block_pattern("section"), CONFIG, re.MULTILINE)
-    assert block
-    assert block[0].startswith("section:")
-    assert block[0].endswith("  last: 1\n")
+def test_section_ends_before_the_comment_of_the_next_key() -> None:
+    begin, end = CONFIG.index("section:"), CONFIG.index("# About the next")
+    assert remove_section(CONFIG, "section") == CONFIG[:begin] + CONFIG[end:]
+
+
+def test_no_blank_lines_pile_up_where_a_section_was() -> None:
+    text = "a: 1\n\nb:\n  c: 2\n\n  d: 3\n\ne: 4\n"
+    assert remove_section(text, "b") == "a: 1\n\ne: 4\n"
+    assert remove_section("a: 1\n\nb:\n  c: 2\n", "b") == "a: 1\n"
+    with pytest.raises(AssertionError, match="no other"):
+        remove_section(text, "other")
+
+
+def test_file_of_several_answers_stays_with_each_of_them() -> None:
+    shared = "template_package/strategies/library_environment.py"
+    for answer, is_removed in {"none": True, "accelerate": False, "horovod": False, "all": False}.items():
+        removed = paths_not_chosen({"extra_strategies": answer, "tools": "all", "tracker": "none"})
+        assert (shared in removed) == is_removed
+        assert ("scripts/install_horovod.sh" in removed) == (answer not in {"horovod", "all"})
 
 
 def test_conditional_lines_follow_the_answers() -> None:
@@ -60,7 +74,7 @@ def test_next_steps_fit_the_state(tmp_path: Path, state: str) -> None:
     assert ("run.py smoke" in steps) == (state != "PASSED")
 
 
-def test_pythons_are_looked_for_in_the_promised_order(tmp_path: Path) -> None:
+def test_pythons_are_searched_in_the_documented_order(tmp_path: Path) -> None:
     for folder in ("venv/bin", "conda/bin", "first", "second"):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("python", "python3"):
@@ -77,7 +91,7 @@ def test_pythons_are_looked_for_in_the_promised_order(tmp_path: Path) -> None:
     assert candidate_pythons(environment) == [str(tmp_path / path) if path else sys.executable for path in expected]
 
 
-def test_first_python_that_has_everything_is_taken_and_the_others_are_explained(stub_python: StubPython) -> None:
+def test_first_python_with_all_requirements_is_taken_and_the_others_are_explained(stub_python: StubPython) -> None:
     old = stub_python(anything_else="echo '[[3, 9, 1], {}]'", name="old")
     bare = stub_python(anything_else='echo \'[[3, 12, 0], {"torch": "1.13.1+cu117"}]\'', name="bare")
     broken = stub_python(anything_else="exit 3", name="broken")
@@ -126,7 +140,7 @@ def test_nothing_outlives_the_time_limit(mark: str, detached: str) -> None:
     code, output = run(["sh", "-c", STUBBORN.format(detached=detached)], os.environ, seconds=1.0)
     assert (code, output) == (None, "started\n")
     assert marked_processes(mark) == []
-    assert 5 < time.monotonic() - start < 12  # they ignore SIGTERM, so the five seconds are waited for
+    assert 5 < time.monotonic() - start < 12  # they ignore SIGTERM, so SIGKILL follows after five seconds
 
 
 def test_willing_processes_end_at_once(mark: str) -> None:
@@ -143,7 +157,7 @@ def test_held_back_lines_are_returned_but_not_shown(capsys: pytest.CaptureFixtur
 
 
 def test_hooks_import_on_the_oldest_python_of_cookiecutter() -> None:
-    """The hook runs in cookiecutter's Python, which may be 3.10; nothing of 3.11 may creep in."""
+    """The hooks run in cookiecutter's Python, which may be 3.10, so they must not use newer syntax."""
     folder = Path(__file__).parents[1]
     sources = [*folder.glob("hooks/*.py"), *folder.glob("*/template_only/*.py")]
     assert {"post_gen_project.py", "first_smoke_test.py"} <= {path.name for path in sources}

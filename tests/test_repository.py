@@ -1,4 +1,4 @@
-"""Promises of the repository itself: pinned versions that agree, Python without Jinja, questions as designed."""
+"""Tests of the repository itself: the pinned versions agree, Python holds no Jinja, the questions are as designed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from baking import PROJECT, ROOT
 
 QUESTIONS = (
-    "project_name project_slug package_name description author_name example device_ids extra_strategies tracker "
-    "license smoke_test"
+    "project_name project_slug package_name description author_name example device_ids extra_strategies tools "
+    "tracker license smoke_test"
 ).split()
 
 
@@ -45,7 +45,7 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert names(groups["dev"]) <= set(pinned(ROOT / "constraints.txt"))
 
 
-def test_questions_are_those_of_the_design_each_with_a_prompt() -> None:
+def test_every_question_is_in_order_and_has_a_prompt() -> None:
     context = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
     assert [key for key in context if not key.startswith("_")] == QUESTIONS
     assert list(context["__prompts__"]) == QUESTIONS

@@ -1,4 +1,4 @@
-"""Every state of the smoke test at birth: said as it is, the project kept, no process and no stray file left."""
+"""The smoke test at birth prints the right state, keeps the project and leaves no process and no stray file."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ import pexpect
 import pytest
 
 from baking import bake, cookiecutter_command, files_of, plain_environment, run_cookiecutter
+
 from conftest import StubPython, marked_processes
 
 NAME = "ddp-experiment"
 
 
-def heed_ctrl_c() -> None:
-    """Undo that a shell's background jobs ignore SIGINT, and so all that they start."""
+def restore_ctrl_c() -> None:
+    """Makes SIGINT work again: background jobs of a shell ignore it, and so does every process that they start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def named(python: str, **more: str) -> dict[str, str]:
+def with_python(python: str, **more: str) -> dict[str, str]:
+    """Environment variables with which the hook takes this Python."""
     return {"DDP_TEMPLATE_PYTHON": python, **more}
 
 
 def state_of(output: str) -> str:
-    """The state that the hook said, which it must say once."""
+    """The state that the hook printed; it must print exactly one."""
     states = re.findall(r"^smoke test: (PASSED|FAILED|NOT RUN|SKIPPED|INTERRUPTED) \(.+\)\s*$", output, re.MULTILINE)
     assert len(states) == 1, output
     return str(states[0])
@@ -46,7 +48,7 @@ def test_failure_keeps_the_project_and_shows_the_first_traceback(
     printf 'noise\\nTraceback (most recent call last):\\n  in the log\\nValueError: odd\\n' > .smoke/log.txt
     echo 'smoke test: FAILED (rank 1 raised)'
     exit 1"""
-    result = run_cookiecutter(template, tmp_path / "out", named(stub_python(run_py)))
+    result = run_cookiecutter(template, tmp_path / "out", with_python(stub_python(run_py)))
     assert state_of(result.stdout) == "FAILED"
     assert result.returncode == 0
     assert "smoke test: FAILED (rank 1 raised)" in result.stdout
@@ -68,14 +70,14 @@ def test_failure_keeps_the_project_and_shows_the_first_traceback(
 def test_passed_needs_the_word_and_the_exit_code(
     template: Path, tmp_path: Path, stub_python: StubPython, run_py: str
 ) -> None:
-    result = run_cookiecutter(template, tmp_path / "out", named(stub_python(run_py)))
+    result = run_cookiecutter(template, tmp_path / "out", with_python(stub_python(run_py)))
     assert state_of(result.stdout) == "FAILED"
     assert (tmp_path / "out" / NAME / ".smoke" / "log.txt").is_file()
 
 
-def test_passed_is_said_in_the_words_of_the_project(template: Path, tmp_path: Path, stub_python: StubPython) -> None:
+def test_passed_is_printed_as_the_project_printed_it(template: Path, tmp_path: Path, stub_python: StubPython) -> None:
     run_py = "echo 'smoke test: training'; echo 'a warning' >&2; echo 'smoke test: PASSED (2 ranks, 3.1 s)'"
-    result = run_cookiecutter(template, tmp_path / "out", named(stub_python(run_py), DDP_TEMPLATE_STRICT="1"))
+    result = run_cookiecutter(template, tmp_path / "out", with_python(stub_python(run_py), DDP_TEMPLATE_STRICT="1"))
     assert result.returncode == 0
     assert state_of(result.stdout) == "PASSED"
     assert "smoke test: training\na warning\nsmoke test: PASSED (2 ranks, 3.1 s)\n" in result.stdout
@@ -84,14 +86,14 @@ def test_passed_is_said_in_the_words_of_the_project(template: Path, tmp_path: Pa
 def test_strict_failure_removes_the_project_and_keeps_the_log(
     template: Path, tmp_path: Path, stub_python: StubPython
 ) -> None:
-    environment = named(stub_python("echo 'the reason'; exit 1"), DDP_TEMPLATE_STRICT="1")
+    environment = with_python(stub_python("echo 'the reason'; exit 1"), DDP_TEMPLATE_STRICT="1")
     result = run_cookiecutter(template, tmp_path / "out", environment)
     assert state_of(result.stdout) == "FAILED"
     assert result.returncode == 1
     assert files_of(tmp_path / "out") == {f"{NAME}-smoke-log.txt": b"the reason\n"}
 
 
-def test_skipped_says_so(template: Path, tmp_path: Path) -> None:
+def test_skipped_is_printed(template: Path, tmp_path: Path) -> None:
     result = run_cookiecutter(template, tmp_path / "out", {"DDP_TEMPLATE_STRICT": "1"}, smoke_test="skip")
     assert result.returncode == 0
     assert state_of(result.stdout) == "SKIPPED"
@@ -99,11 +101,11 @@ def test_skipped_says_so(template: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", ["0", "1"])
-def test_without_torch_it_is_not_run_and_says_why(
+def test_without_torch_the_test_is_not_run_and_the_reason_is_printed(
     template: Path, tmp_path: Path, isolated_python: str, stub_python: StubPython, strict: str
 ) -> None:
     old = stub_python(anything_else="echo '[[3, 8, 18], {}]'")
-    environment = named(old, PATH=str(tmp_path), DDP_TEMPLATE_STRICT=strict)
+    environment = with_python(old, PATH=str(tmp_path), DDP_TEMPLATE_STRICT=strict)
     result = run_cookiecutter(template, tmp_path / "out", environment, isolated_python)
     assert state_of(result.stdout) == "NOT RUN"
     assert result.returncode == int(strict)
@@ -116,7 +118,7 @@ def test_without_torch_it_is_not_run_and_says_why(
 def test_failed_installation_is_not_run(template: Path, tmp_path: Path, stub_python: StubPython) -> None:
     no_venv = 'case "$*" in *venv*) echo no venv here; exit 5;; esac'
     python = stub_python(anything_else=f"{no_venv}\necho '[[3, 12, 0], {{}}]'")
-    result = run_cookiecutter(template, tmp_path / "out", named(python), smoke_test="venv")
+    result = run_cookiecutter(template, tmp_path / "out", with_python(python), smoke_test="venv")
     assert result.returncode == 0
     assert state_of(result.stdout) == "NOT RUN"
     assert "no venv here" in result.stdout
@@ -127,7 +129,7 @@ HANGING = "(trap '' TERM; exec sleep 600) & setsid sleep 600 & echo step 1; slee
 
 
 def test_time_out_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
-    environment = named(stub_python(HANGING), DDP_TEMPLATE_SMOKE_TIMEOUT="1.5")
+    environment = with_python(stub_python(HANGING), DDP_TEMPLATE_SMOKE_TIMEOUT="1.5")
     result = run_cookiecutter(template, tmp_path / "out", environment)
     assert state_of(result.stdout) == "FAILED"
     assert result.returncode == 0
@@ -139,11 +141,11 @@ def test_time_out_ends_all_processes(template: Path, tmp_path: Path, stub_python
 def interrupt(
     template: Path, output_dir: Path, environment: dict[str, str], moment: str, delay_seconds: float = 0.0
 ) -> str:
-    """The output of a run in a terminal in which Ctrl-C is pressed some seconds after `moment` has been printed."""
+    """The output of cookiecutter in a terminal where Ctrl-C is pressed some seconds after `moment` was printed."""
     command = cookiecutter_command(template, output_dir, {}, sys.executable)
     environment = plain_environment(environment)
     child = pexpect.spawn(
-        command[0], command[1:], env=environment, encoding="utf-8", timeout=60, preexec_fn=heed_ctrl_c
+        command[0], command[1:], env=environment, encoding="utf-8", timeout=60, preexec_fn=restore_ctrl_c
     )
     child.expect_exact(moment)
     output = f"{child.before}{moment}"
@@ -151,7 +153,7 @@ def interrupt(
     child.sendintr()
     child.expect(pexpect.EOF)
     child.close()
-    assert child.exitstatus == 1  # cookiecutter's own, after Ctrl-C
+    assert child.exitstatus == 1  # cookiecutter's exit code after Ctrl-C
     return f"{output}{child.before}"
 
 
@@ -163,7 +165,7 @@ def assert_ended_within(seconds: float, mark: str) -> None:
 
 
 def test_ctrl_c_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
-    output = interrupt(template, tmp_path / "out", named(stub_python(HANGING)), "step 1")
+    output = interrupt(template, tmp_path / "out", with_python(stub_python(HANGING)), "step 1")
     assert "Aborted!" in output
     assert_ended_within(8, mark)
     assert (tmp_path / "out" / NAME / "run.py").is_file()
@@ -172,7 +174,7 @@ def test_ctrl_c_ends_all_processes(template: Path, tmp_path: Path, stub_python: 
 
 def test_closed_terminal_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
     command = cookiecutter_command(template, tmp_path / "out", {}, sys.executable)
-    environment = plain_environment(named(stub_python(HANGING)))
+    environment = plain_environment(with_python(stub_python(HANGING)))
     child = pexpect.spawn(command[0], command[1:], env=environment, encoding="utf-8", timeout=60)
     child.expect_exact("step 1")
     child.close(force=True)
@@ -191,10 +193,11 @@ def test_cookiecutter_with_torch_passes_and_leaves_nothing(template: Path, tmp_p
     assert (skipped.returncode, result.returncode) == (0, 0)
     assert f"Smoke test with {sys.executable}" in result.stdout
     assert files_of(tmp_path / "out") == files_of(tmp_path / "skipped")
-    assert_ended_within(3, mark)  # Python's fork server takes a moment to see that its parent has gone
+    assert_ended_within(3, mark)  # the fork server needs a moment to notice that its parent has ended
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_default_project_reaches_its_accuracy_on_two_ranks_and_one_evaluates_it_the_same(
     template: Path, tmp_path: Path
 ) -> None:
@@ -208,6 +211,7 @@ def test_default_project_reaches_its_accuracy_on_two_ranks_and_one_evaluates_it_
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_isolated_cookiecutter_finds_the_python_of_the_active_environment(
     template: Path, tmp_path: Path, isolated_python: str
 ) -> None:
@@ -219,15 +223,17 @@ def test_isolated_cookiecutter_finds_the_python_of_the_active_environment(
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_ctrl_c_ends_real_training(template: Path, tmp_path: Path, mark: str) -> None:
-    interrupt(template, tmp_path / "out", named(sys.executable), "training on two ranks", delay_seconds=4)
+    interrupt(template, tmp_path / "out", with_python(sys.executable), "training on two ranks", delay_seconds=4)
     assert_ended_within(8, mark)
     assert not (tmp_path / "out" / NAME / ".smoke").exists()
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_time_out_ends_real_training(template: Path, tmp_path: Path, mark: str) -> None:
-    environment = named(sys.executable, DDP_TEMPLATE_SMOKE_TIMEOUT="5")
+    environment = with_python(sys.executable, DDP_TEMPLATE_SMOKE_TIMEOUT="5")
     result = run_cookiecutter(template, tmp_path / "out", environment)
     assert state_of(result.stdout) == "FAILED"
     assert marked_processes(mark) == []
@@ -239,14 +245,20 @@ _find_state = find_state
 
 
 def find_state(*arguments):
-    state = _find_state(*arguments)
+    found = _find_state(*arguments)
     {line}
+    return found
 """
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "line", ["return None", "return state and state | {'model': {k: 0 * v for k, v in state['model'].items()}}"]
+    "line",
+    [
+        "return None",
+        "if found: found.state['model'] = {name: 0 * weight for name, weight in found.state['model'].items()}",
+    ],
 )
 def test_broken_resume_fails(template: Path, tmp_path: Path, line: str) -> None:
     project = bake(template, tmp_path, example="stub", package_name="net")
@@ -260,6 +272,7 @@ def test_broken_resume_fails(template: Path, tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_new_environment_is_made_installed_and_passes(template: Path, tmp_path: Path) -> None:
     result = run_cookiecutter(template, tmp_path / "out", smoke_test="venv", license="none", tracker="none")

@@ -1,4 +1,4 @@
-"""What docs/text-example.md claims, measured again where its data are: they carry no licence to be shipped here."""
+"""Measures the claim of docs/text-example.md again, if its data are there: they have no licence and are not shipped."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ DATA = os.environ.get("DDP_TEMPLATE_EMOTIONS", "")
 LABELS = "[other,like,sadness,disgust,anger,happiness]"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three times the five minutes that the run itself may take
 @pytest.mark.skipif(not DATA, reason="DDP_TEMPLATE_EMOTIONS does not name emotions_zh.json, see docs/text-example.md")
 def test_text_example_beats_the_largest_class_by_eleven_points_in_five_minutes(template: Path, tmp_path: Path) -> None:

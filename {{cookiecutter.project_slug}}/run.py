@@ -8,63 +8,61 @@ python run.py evaluate                          the best checkpoint of the run
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from template_package.launching.starting import escape_output, heed_ctrl_c, warm_up
+os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imports stand in the functions: the process that starts the ranks does not load the trainer
     from template_package.config import Config
-
-CONFIG = Path(__file__).with_name("config.yaml")
-
-# Imports stand in the functions: the process that only starts the ranks need not load what they train with.
 
 
 def run_fn(rank: int, world_size: int, config: Config) -> None:
-    """What each of world_size ranks does, its process group and device being set: train to the end of the run."""
-    from template_package.launching.distributed import current_context
-    from template_package.training.logs import rank_logs
-    from template_package.training.run_files import run_directory
-    from template_package.training.trainer import Trainer
+    """Train to the end of the run, as rank `rank` of `world_size`; its process group and device are set."""
+    from template_package.files import run_directory
+    from template_package.launching.distributed import rank_context
+    from template_package.tracking.logs import rank_logs
+    from template_package.trainer import Trainer
 
-    with rank_logs(run_directory(config), current_context()):
-        Trainer(config, current_context(), run_directory(config)).fit()
+    context, directory = rank_context(rank, world_size), run_directory(config.name)
+    with rank_logs(directory, context):
+        Trainer(config, context, directory).fit()
 
 
 def main(arguments: list[str]) -> int:
     """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
-    from template_package.commands import parse_command_line, run_command
-    from template_package.validation import ConfigError
+    from template_package.errors import ConfigError
 
     try:
-        line = parse_command_line(arguments, default_config=CONFIG)
+        from template_package.commands import parse_command_line, run_command
+
+        line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
         if line.command != "train":
             return run_command(line)
-        from template_package.config import load_config
+        config = line.load_config()
         from template_package.launching.launcher import find_node, launch
 
-        config = load_config(line.config_path, line.overrides)
         node = find_node(config)
-        world_size = sum(node.num_ranks)  # over nodes: one rank a device
+        world_size = node.num_ranks  # over all nodes: one rank per device
         return launch(run_fn, config, node, world_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy", "omegaconf"):
+        if error.name not in ("torch", "numpy", "pydantic", "yaml"):
             raise
         remedy = "Activate this project's environment, or type: python -m pip install -c constraints.txt -e ."
         print(f"error: {sys.executable} has no {error.name}. {remedy}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
-    heed_ctrl_c()
-    escape_output()
-    try:
-        warm_up(sys.argv[1:], CONFIG)
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    exit_code = main(sys.argv[1:])
+    distributed = sys.modules.get("template_package.launching.distributed")
+    if distributed is not None and distributed.has_run_here:
+        distributed.end_process(exit_code)
+    sys.exit(exit_code)

@@ -64,7 +64,7 @@ def test_mutated_config_is_refused_in_words_or_trains(
         seed=seed,
     )
     assert codes[0] >= num_cases // 20
-    assert len(rules) >= 20
+    assert len(rules) >= 15
 
 
 def defaults(project_tests: Any) -> str:
@@ -116,8 +116,8 @@ def mutate(path: Path, original: str, keys: list[str], choose: random.Random) ->
 
 
 def rule_of(line: str, names: set[str]) -> str:
-    """What the message says is the rule, without keys, sections, values and remedy: the same wherever it is broken."""
-    if (unreadable := "no YAML that can be read here") in line:
+    """The rule in a message, without keys, sections, values and remedy: the same wherever it is broken."""
+    if (unreadable := "not readable as YAML") in line:
         return unreadable
     rule = re.sub(r"(?<=\w)=\S+|(?<=byte )\d+", "…", line.partition(". ")[0].rpartition(": ")[2])
     return re.sub(rf"\b({'|'.join(names)}|the config)\b", "…", rule)

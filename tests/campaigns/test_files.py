@@ -1,4 +1,4 @@
-"""Damaged checkpoints and disks that give out: what was whole stays whole, and the same command goes on from it."""
+"""Damaged checkpoints and a full disk: older checkpoints stay whole, and the same command continues from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from .conftest import Report, Tries
-from .test_signals import WORDS, WORKLOAD, assert_same, wait_for_phase
+from .test_signals import WORDS, WORKLOAD, assert_same
 
 UNSHARE = ["unshare", "--map-root-user", "--mount"]
 
@@ -42,14 +41,14 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(
             (project.directory(name) / "checkpoints" / last.name).write_bytes(content)
             with tries.one(name):
                 output = project.run(*words, f"name={name}", "checkpoint.keep_last=null")
-                is_told = any(f"{last.name} {told}" in output for told in ("cannot be read", "is damaged"))
+                is_told = f"{last.name} cannot be used" in output
                 num_told += is_told
                 assert is_told or content in flipped  # a bit may lie where no number does
                 assert_same(project, name)
             shutil.rmtree(project.directory(name))
-        text = f"{num_told} of {len(contents)} were told and the one before was taken"
+        text = f"{num_told} of {len(contents)} were found, and the checkpoint before was taken"
         text += "; the others held the same numbers." if num_told < len(contents) else "."
-        text = f"## {fault}\n\n{text} All runs went on and ended with the same bits as an undisturbed one."
+        text = f"## {fault}\n\n{text} All runs continued and ended with the same bits as an undisturbed one."
         report(fault, tries, text, seed=seed)
 
 
@@ -75,54 +74,22 @@ def test_disk_that_is_full_keeps_what_was_whole(
             shutil.move(project.folder / "kept", project.directory(name))
             ends.append(last_saved(project, name))
             assert "No space left on device" in output
-            assert output.count("The last checkpoint is whole: mend the disk, and the same command continues.") == 1
+            assert (
+                output.count(
+                    "The last checkpoint is whole: mend the disk or make room, and the same command continues."
+                )
+                == 1
+            )
             assert "Traceback" not in output
             project.run(*words, f"name={name}")  # on a disk with room
             assert_same(project, name)
         shutil.rmtree(project.directory(name), ignore_errors=True)
     num_steps = last_saved(project, "undisturbed")
     text = f"Last steps that were saved before, of {num_steps}: {', '.join(map(str, sorted(ends)))}."
-    text += " In each case one line told it; with more room the same command went on to the same bits."
+    text += " Each time one line said so; with more room the same command continued to the same bits."
     report("disk full at a random moment", tries, f"## disk full at a random moment\n\n{text}", seed=seed)
     if is_long:
         assert {end * 3 // num_steps for end in ends} >= {0, 1, 2}
-
-
-@pytest.mark.timeout(3600)
-def test_disk_that_vanishes_ends_the_run_and_its_return_lets_it_go_on(
-    make_project: Callable[[Path], Any], is_long: bool, report: Report
-) -> None:
-    project, choose, tries = make_project(WORKLOAD), random.Random(seed := 7), Tries()
-    project.run(*WORDS, "name=undisturbed")
-    runs, elsewhere = project.folder / "runs", project.folder / "elsewhere"
-    ends = []
-    for number in range(6 if is_long else 1):
-        name, phase = f"run{number}", "wse"[number % 3]
-        with tries.one(f"{name}, in phase {phase}"):
-            (project.folder / "phase").unlink(missing_ok=True)
-            tracker = "logging.tracker=" + ("tensorboard" if number % 2 == 0 else "none")
-            process = project.start(*WORDS, f"name={name}", tracker)
-            wait_for_phase(process, project.folder / "phase", phase, choose.randint(3, 12))
-            time.sleep(choose.uniform(0.0, 0.02))
-            runs.rename(elsewhere)
-            try:
-                output = "".join(process.communicate(timeout=60))
-            finally:
-                process.kill()
-                shutil.rmtree(runs, ignore_errors=True)
-                elsewhere.rename(runs)
-            ends.append(last_saved(project, name))
-            assert process.returncode == 1, output
-            assert "Traceback" not in output
-            assert output.count("The last checkpoint is whole: mend the disk, and the same command continues.") == 1
-            project.run(*WORDS, f"name={name}")
-            assert_same(project, name)
-        shutil.rmtree(project.directory(name), ignore_errors=True)
-    text = "The folder runs/ is moved elsewhere, which is how an unmounted disk looks; in every second run TensorBoard "
-    text += f"writes there too. Last steps that were saved before, of {last_saved(project, 'undisturbed')}: "
-    text += f"{', '.join(map(str, sorted(ends)))}. In each case one line told it; when the disk was back, the same "
-    text += "command went on to the same bits."
-    report("disk that vanishes during a run", tries, f"## disk that vanishes during a run\n\n{text}", seed=seed)
 
 
 def last_saved(project: Any, name: str) -> int:

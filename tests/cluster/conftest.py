@@ -1,4 +1,4 @@
-"""Generated projects to train with, the losses they must reach, and machines to train on (`make test-cluster`)."""
+"""Generated projects to train with, the losses that they must reach, and hosts to train on (`make test-cluster`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from .running import Host, all_ended, copy_project, own_cores
 SAME = ("training.epochs=2", "model.dropout=0", "logging.tracker=none")
 """The image example, quickly. Dropout draws other numbers on another number of ranks; all else is the same but for the
 order in which gradients are summed."""
-
-MPIRUN = ("mpirun", "--oversubscribe", "--bind-to", "none")
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 WORKLOAD_CONFIG = """
 name: run
@@ -57,19 +54,19 @@ def _losses(project: Path, folder: Path, *words: str) -> list[float]:
 
 @pytest.fixture(scope="session")
 def image_losses(image_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What one process reaches with SAME."""
+    """The losses that one process reaches with SAME."""
     return _losses(image_project, tmp_path_factory.mktemp("one"), *SAME)
 
 
 @pytest.fixture(scope="session")
 def slow_losses(slow_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What one process reaches with the slow project."""
+    """The losses that one process reaches with the slow project."""
     return _losses(slow_project, tmp_path_factory.mktemp("one"), "model.seconds_per_step=0")
 
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """On all that the test starts; what lives when it is over is ended."""
+    """A word in the environment of every process that the test starts. Those left over are killed at its end."""
     with all_ended(str(tmp_path)):
         yield str(tmp_path)
 
@@ -82,7 +79,7 @@ def image(image_project: Path, tmp_path: Path, mark: str) -> Host:
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[list[tuple[str, ...]]]:
-    """The words in front of commands for each of two hosts."""
+    """The words in front of a command that run it on the first host, and on the second."""
     if reason := namespaces.why_not():
         pytest.skip(reason)
     with namespaces.two_hosts() as prefixes:

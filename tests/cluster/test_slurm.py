@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import AS_ROOT, MPIRUN, SAME
-from .running import Host, copy_project, free_ports, left_after, until
+from .conftest import SAME
+from .running import Host, copy_project, left_after, until
 from .slurm import Slurm
 
 ANYWHERE = ("--gpus-per-node=0", "--cpus-per-task=1")
@@ -85,16 +83,6 @@ def test_script_starts_a_torchrun_on_each_node(devices: str, image_login: Login,
     words = f"device_ids={devices}", *SAME
     image_login.ended(image_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch", "name=first", *words))
     image_login.host.has_trained("first", 2 * len(devices.split(",")), image_losses)
-
-
-def test_mpirun_in_an_allocation(image_login: Login, image_losses: list[float]) -> None:
-    """Its daemons are started by srun, so the ranks have the variables of both."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("there is no mpirun here (Debian: openmpi-bin)")
-    meeting = f"launch.master_addr={socket.gethostname()}", f"launch.master_port={free_ports(1)[0]}"
-    words = ("salloc", "-N2", "-n4", *MPIRUN, "-np", "4", sys.executable, "run.py", "device_ids=cpu,cpu", "name=four")
-    image_login.host.start(*words, *meeting, *SAME, **AS_ROOT, **image_login.slurm.variables).ended()
-    image_login.host.has_trained("four", 4, image_losses)
 
 
 def test_run_py_in_a_job_of_one_node_starts_its_ranks_itself(image_login: Login, image_losses: list[float]) -> None:

@@ -1,31 +1,55 @@
 #!/usr/bin/env bash
-# One rank a device on this node, started by torchrun: after a crash all go on from the last checkpoint.
+# Starts one rank per device of this node with torchrun. After a crash all ranks restart from the last checkpoint.
 #
-#   scripts/torchrun.sh device_ids=0,2 training.epochs=3           words are those of `python run.py`
-#   scripts/torchrun.sh --max-restarts=5 --nproc-per-node=2        options in front of them are torchrun's: --name=value
+#   scripts/torchrun.sh device_ids=0,2 training.epochs=3           the arguments of `python run.py`
+#   scripts/torchrun.sh --max-restarts=5 --nproc-per-node=2        torchrun's own options come first, as --name=value
 #
-# PYTHON names the interpreter, if it is not this shell's `python`.
+# Set PYTHON to use another interpreter than `python`.
 set -euo pipefail
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python}
 
-# SIGUSR1 is the warning of many schedulers. Ranks that are asked to stop have three minutes to save.
+# Many schedulers send SIGUSR1 as a warning. Ranks have three minutes to save after a signal.
 options=(--max-restarts=3 --shutdown-timeout=180 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 while [[ ${1:-} == --*=* && $1 != --config=* ]]; do
   options+=("$1")
   shift
 done
 
-# Without --nproc-per-node: a rank for each device that can be had here. A mistake in the words ends it now, in one line.
+# Prints the number of devices that a run with these arguments would take here. Exit code 2 for a mistake in them.
+count_devices() {
+  PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} "$python" - "$project" "$@" <<'PYTHON'
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from template_package.commands import parse_command_line
+from template_package.config import load_config
+from template_package.errors import ConfigError
+from template_package.launching.devices import take_devices
+
+try:
+    with redirect_stdout(sys.stderr):  # also what --help and imports of model.py print
+        line = parse_command_line(sys.argv[2:], default_config=Path(sys.argv[1], "config.yaml"))
+        config = load_config(line.config_path, line.overrides)
+        devices = take_devices(config.device_ids, config.launch, os.environ)
+except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+print(len(devices.names))
+PYTHON
+}
+
 if [[ ${options[*]} != *--nproc* ]]; then
-  num_devices=$(PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} "$python" -m template_package.commands._count_devices "$@")
-  [[ -n $num_devices ]] || exit 0 # it has printed what --help asks for
+  num_devices=$(count_devices "$@")
+  [[ -n $num_devices ]] || exit 0 # --help was printed
   options+=(--nproc-per-node="$num_devices")
 fi
 if [[ ${options[*]} != *--nnodes* ]]; then
-  options+=(--standalone) # a port of its own: several runs on one node do not meet
+  options+=(--standalone) # uses a free port, so several runs on one node do not meet
 fi
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's choice, without its warning; run.py shares out the cores
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default without its warning; run.py divides the cores itself
 exec "$python" -m torch.distributed.run "${options[@]}" "$project/run.py" "$@"

@@ -1,8 +1,9 @@
-"""The smoke test at birth: finds a Python that has the dependencies and has it run `run.py smoke`.
+"""The smoke test at birth: finds a Python that has the dependencies and runs `run.py smoke` with it.
 
-Used by the template's hook, which then removes this folder from the new project. What is tested is left to
-`run.py smoke`, the search to python_search.py, an orderly end to processes.py. Here it is decided and said what came of
-it: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. Runs in cookiecutter's Python, 3.10 or newer, without any library.
+The template's hook calls run_first_test() and removes this folder from the new project. python_search.py finds the
+Python, `run.py smoke` does the testing, and processes.py ends whatever was started. This file decides and prints the
+result: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. It runs in cookiecutter's Python, 3.10 or newer, without any
+library.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import signal
 from pathlib import Path
 
-from processes import ENDINGS, run
+from processes import STOP_SIGNALS, run
 from python_search import candidate_pythons, find_python, read_requirements
 
 SMOKE_SECONDS = 300.0
@@ -24,43 +25,44 @@ LAUNCHER_VARIABLE = re.compile(r"(\w*_)?(RANK|WORLD_SIZE)$|(MASTER|TORCHELASTIC|
 
 
 def run_first_test(project: Path, mode: str) -> str:
-    """Tests the project as the answer `smoke_test` asks for, and returns the state that it printed."""
+    """Tests the project as the answer `smoke_test` says. Returns the state that it printed."""
     if mode == "skip" or os.environ.get("DDP_TEMPLATE_SMOKE") == "0":
-        return say("SKIPPED", "as you asked; `python run.py smoke` runs it")
-    for number in ENDINGS:  # a closed terminal ends the test as Ctrl-C does
+        return print_result("SKIPPED", "as you asked; `python run.py smoke` runs it")
+    for number in STOP_SIGNALS:  # closing the terminal ends the test as Ctrl-C does
         signal.signal(number, signal.default_int_handler)
     try:
-        return find_install_test(project, mode)
+        return find_python_and_test(project, mode)
     except KeyboardInterrupt:
         shutil.rmtree(project / ".smoke", ignore_errors=True)
-        return say("INTERRUPTED", f"the project is kept in {project}; `python run.py smoke` repeats the test")
-    except Exception as error:  # whatever is odd about this machine, the project stays
-        return say("NOT RUN", f"{type(error).__name__}: {error}")
+        return print_result("INTERRUPTED", f"the project is kept in {project}; `python run.py smoke` repeats the test")
+    except Exception as error:  # a problem of this machine must not remove the project
+        return print_result("NOT RUN", f"{type(error).__name__}: {error}")
 
 
-def say(state: str, reason: str) -> str:
+def print_result(state: str, reason: str) -> str:
+    """Prints and returns the state."""
     print(f"smoke test: {state} ({reason})", flush=True)
     return state
 
 
-def find_install_test(project: Path, mode: str) -> str:
+def find_python_and_test(project: Path, mode: str) -> str:
     requirements = read_requirements((project / "pyproject.toml").read_text(encoding="utf-8")) if mode == "auto" else {}
     python, notes = find_python(candidate_pythons(os.environ), requirements)
     for note in notes:
         print(f"  {note}", flush=True)
     if python is None:
-        which = "that has the dependencies " if requirements else ""
-        return say("NOT RUN", f"no Python 3.11 or newer {which}was found")
+        wanted = "Python 3.11 or newer that has the dependencies" if requirements else "Python 3.11 or newer"
+        return print_result("NOT RUN", f"no {wanted} was found")
     if mode == "venv":
         python, problem = install(project, python)
         if problem:
-            return say("NOT RUN", problem)
+            return print_result("NOT RUN", problem)
     print(f"Smoke test with {python}:", flush=True)
     return test(project, python)
 
 
 def test(project: Path, python: str) -> str:
-    """Runs `run.py smoke`; only its own word together with exit code 0 is a PASSED."""
+    """Runs `run.py smoke` and returns PASSED only if it printed that word and ended with exit code 0."""
     seconds = time_limit()
     environment = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLE.match(key)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -71,18 +73,18 @@ def test(project: Path, python: str) -> str:
         print(verdict, flush=True)
         return "PASSED"
     if code is None:
-        say("FAILED", f"timed out after {seconds:g} s; DDP_TEMPLATE_SMOKE_TIMEOUT sets another limit")
+        print_result("FAILED", f"timed out after {seconds:g} s; DDP_TEMPLATE_SMOKE_TIMEOUT sets another limit")
     elif code and verdict.startswith(VERDICTS[1]):
         print(verdict)
     else:
-        say("FAILED", f"`run.py smoke` ended with exit code {code} and no result")
+        print_result("FAILED", f"`run.py smoke` ended with exit code {code} and no result")
     log = project / ".smoke" / "log.txt"
-    if not log.exists():  # it was ended, or did not come far enough to write one
+    if not log.exists():  # the test was killed, or failed too early to write one
         log.parent.mkdir(exist_ok=True)
         log.write_text(output, encoding="utf-8")
     elif "Traceback" not in output:
         print("".join(f"  | {line}\n" for line in excerpt(log.read_text(encoding="utf-8", errors="replace"))), end="")
-    if os.environ.get("DDP_TEMPLATE_STRICT") == "1":  # cookiecutter will remove the project, the log should stay
+    if os.environ.get("DDP_TEMPLATE_STRICT") == "1":  # cookiecutter removes the project, but the log should stay
         log = Path(shutil.copy(log, f"{project}-smoke-log.txt"))
     print(f"  the whole log: {log}", flush=True)
     return "FAILED"
@@ -95,17 +97,17 @@ def time_limit() -> float:
 
 
 def excerpt(log: str) -> list[str]:
-    """The lines of a log that say most: from its first traceback on, else the last ones."""
+    """Up to 30 lines of the log from its first traceback on, or its last 15 lines."""
     lines = log.splitlines()
     first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
     return lines[-15:] if first is None else lines[first : first + 30]
 
 
 def install(project: Path, python: str) -> tuple[str, str]:
-    """Makes .venv and installs the project there. Returns its Python and what went wrong, if something did."""
+    """Makes .venv and installs the project there. Returns its Python and the problem, or an empty text."""
     new_python = str(project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
     pip = [new_python, "-m", "pip", "install", "-c", "constraints.txt"]
-    print("Installing into .venv; PyTorch is a large download, gigabytes where it comes with CUDA.", flush=True)
+    print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)
     for command in ([python, "-m", "venv", ".venv"], [*pip, "torch"], [*pip, "-e", "."]):
         print(f"$ {shlex.join(command)}", flush=True)
         code, _ = run(command, os.environ)

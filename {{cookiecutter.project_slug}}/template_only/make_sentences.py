@@ -1,10 +1,10 @@
-"""Makes the text example's sentences.json: short sentences in three languages on four topics, from the patterns below.
+"""Writes sentences.json of the text example: short sentences in three languages on four topics, from patterns.
 
 python template_only/make_sentences.py examples/text/sentences.json
 
-Written for this template; the same words stand in sentences of several topics, so that a single one rarely tells.
+The patterns were written for this template. Topics share most words, so that a single word rarely gives the topic away.
 """
-# ruff: noqa: RUF001 - sentences in Chinese and Japanese have their own marks
+# ruff: noqa: RUF001 - Chinese and Japanese sentences have their own punctuation
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ PATTERNS = {
 
 
 def make_sentences(num_sentences: int) -> list[tuple[str, str]]:
-    """As many different sentences of each topic, in random order, each with its topic."""
+    """Different sentences in random order, each with its topic; every topic has the same number of sentences."""
     generator = random.Random(0)
     rows: dict[str, str] = {}
     topics = list(PATTERNS)
@@ -134,7 +134,7 @@ def make_sentences(num_sentences: int) -> list[tuple[str, str]]:
 
 
 def as_json(sentences: list[tuple[str, str]]) -> str:
-    """A list with one row a line, so that a message about a row can name its line."""
+    """A JSON list with one row per line, so that an error message about a row can name its line."""
     lines = [json.dumps(row, ensure_ascii=False) for row in sentences]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 

@@ -1,6 +1,6 @@
-"""Which Python can run the new project: looks in the usual places and asks each for the versions that it has.
+"""Finds a Python that can run the new project: looks in the usual places and asks each Python for its libraries.
 
-Cookiecutter's own Python seldom has torch (pipx and uvx isolate it), so the user's has to be found.
+Cookiecutter's own Python seldom has torch, because pipx and uvx isolate it. So the user's Python must be found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 OLDEST_PYTHON = (3, 11)
-TRACKERS = {"tensorboard", "wandb"}  # a run whose tracker's library is missing warns and writes metrics.jsonl only
+TRACKERS = {"tensorboard", "wandb"}  # without its tracker's library, a run warns and writes metrics.jsonl only
 PROBE = """
 import json, sys
 found = {}
@@ -30,34 +30,34 @@ print(json.dumps([list(sys.version_info[:3]), found]))
 
 
 def candidate_pythons(environment: Mapping[str, str]) -> list[str]:
-    """The Pythons that may have the dependencies, the likeliest first, each once."""
+    """The paths of Pythons that may have the dependencies, the likeliest first, each once."""
     paths: list[str | None] = []
     if named := environment.get("DDP_TEMPLATE_PYTHON"):
-        # The hook runs in the new folder; a relative path was typed in another one.
+        # The hook runs in the new folder, but a relative path was typed in another one.
         paths.append(shutil.which(named) or os.path.join(environment.get("PWD", ""), named))
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if prefix := environment.get(variable):
             places = [os.path.join(prefix, place) for place in ("bin/python", "Scripts/python.exe", "python.exe")]
             paths.append(next(filter(os.path.exists, places), places[0]))
     paths.append(sys.executable)
-    for folder in environment.get("PATH", "").split(os.pathsep):  # every entry: uvx puts a Python of its own first
+    for folder in environment.get("PATH", "").split(os.pathsep):  # every entry, because uvx puts its own Python first
         paths += [shutil.which(name, path=folder) for name in ("python3", "python")]
-    # Not realpath: the Pythons of several environments are links to one file.
+    # Not realpath: the Pythons of several virtual environments are links to one file.
     return list(dict.fromkeys(os.path.abspath(path) for path in paths if path))
 
 
 def read_requirements(pyproject: str) -> dict[str, str]:
-    """The libraries that the project needs, each with its lowest version."""
+    """{library: lowest version} for the dependencies of the project."""
     block = re.search(r"^dependencies = \[\n(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
     assert block, "pyproject.toml lists no dependencies"
     return dict(re.findall(r'"([\w.-]+)>=([\d.]+)"', block[1]))
 
 
 def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """The first Python that can run the project, and notes: why each one before it cannot."""
+    """The first Python that can run the project, and one note for each Python before it: why it cannot."""
     notes = []
     for python in candidates:
-        try:  # asks for versions without importing torch, which would take a second or two
+        try:  # reads versions without importing torch, which would take a second or two
             probe = [python, "-c", PROBE, *requirements]
             output = subprocess.check_output(
                 probe, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, encoding="utf-8", timeout=20
@@ -66,24 +66,24 @@ def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> t
         except (OSError, ValueError, IndexError, subprocess.SubprocessError):
             notes.append(f"{python} does not run")
             continue
-        lacking = what_lacks(requirements, found)
+        missing = missing_requirements(requirements, found)
         if tuple(version) < OLDEST_PYTHON:
             notes.append(f"{python} is Python {'.'.join(map(str, version))}, older than 3.11")
-        elif set(lacking) - TRACKERS:
-            notes.append(f"{python} lacks {', '.join(lacking)}")
+        elif set(missing) - TRACKERS:
+            notes.append(f"{python} lacks {', '.join(missing)}")
         else:
-            return python, notes + [f"{python} lacks {name}: metrics.jsonl only" for name in lacking]
+            return python, notes + [f"{python} lacks {name}: metrics.jsonl only" for name in missing]
     return None, notes
 
 
-def what_lacks(requirements: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def missing_requirements(requirements: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     def numbers(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
 
-    lacking = []
+    missing = []
     for name, lowest in requirements.items():
         if name not in found:
-            lacking.append(name)
+            missing.append(name)
         elif numbers(found[name]) < numbers(lowest):
-            lacking.append(f"{name}>={lowest} (it has {found[name]})")
-    return lacking
+            missing.append(f"{name}>={lowest} (it has {found[name]})")
+    return missing

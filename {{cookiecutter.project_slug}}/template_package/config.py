@@ -1,141 +1,178 @@
-"""The sections of config.yaml as dataclasses. config.yaml explains the keys, config_loading.py reads them,
-config_rules.py says which values they may have."""
+"""Holds the keys of config.yaml as dataclasses: each with its type, its rule and a line of explanation.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+pydantic checks types and rules; `data` and `model` are the user's own dataclasses and check themselves: by a
+`__post_init__` that raises ValueError. config_file.py reads the text.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from . import model as user_model
-from .config_loading import load, to_plain
-from .config_rules import check_values
+from .config_file import read_settings
 from .dataset import DataConfig
+from .errors import ConfigError, one_line
 from .model import ModelConfig
-from .validation import ConfigError, one_line, parse_device_ids
+
+YEAR_IN_MINUTES = 365 * 24 * 60
+Section = TypeVar("Section", bound=type)
+
+
+def parse_device_ids(value: object) -> str | list[int] | list[str]:
+    """`auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"].
+
+    value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … Whether a GPU exists is not asked here.
+    """
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    texts = [str(entry).strip() for entry in entries]
+    if len(texts) == 1 and re.fullmatch("auto(:[1-9][0-9]{0,3})?", texts[0]):
+        return texts[0]
+    if 0 < len(texts) <= 256 and all(text == "cpu" for text in texts):
+        return texts
+    if 0 < len(texts) <= 256 and all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
+        return [int(text) for text in texts]
+    raise ValueError("must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids=0,2 or device_ids=cpu,cpu.")
+
+
+def _whole(value: Any) -> Any:
+    """1e5 as 100000: to Python's int() it is no number."""
+    is_whole = isinstance(value, str) and re.fullmatch(r"\d+(\.0*)?[eE]\+?\d{1,2}", value)
+    return int(float(value)) if is_whole else value
+
+
+Count = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_whole)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Auto = Literal["auto"]
 
 
 @dataclass
 class LaunchConfig:
-    nodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    network_interface: str | None = None
-    backend: str = "auto"
-    start_method: str = "auto"
-    min_free_memory_gib: float = 2.0
-    share_gpus: bool = False
-    wait_minutes: float = 0.0
-    timeout_minutes: float = 10.0
-    debug: bool = False
+    nodes: Positive = 1  # machines; with more than one, the same command is typed on each
+    node_rank: Count = 0  # this machine, counted from 0
+    master_addr: Text = "127.0.0.1"  # name or address of node 0, as the other nodes reach it
+    master_port: Annotated[int, Field(ge=0, le=65535)] = 0  # a free port of node 0; 0: the system chooses (one node)
+    network_interface: str | None = None  # such as eth0; null: the one that leads to master_addr
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
+    start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
+    min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
+    share_gpus: bool = False  # whether auto takes GPUs where others compute
+    wait_minutes: Annotated[float, Field(ge=0, le=YEAR_IN_MINUTES)] = 0.0  # for GPUs that others use
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=YEAR_IN_MINUTES)] = 10.0  # without progress, then the run ends
+    debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
 @dataclass
 class DdpConfig:
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_compression: str = "none"
+    find_unused_parameters: bool = False  # needed if some parameters get no gradient in some steps
+    static_graph: bool = False  # all steps use the same parameters in the same order
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"  # of what ranks exchange; not exact
 
 
 @dataclass
 class FsdpConfig:
-    cpu_offload: bool = False
-    reshard_after_forward: bool = True
-
-
-@dataclass
-class DeepspeedConfig:
-    zero_stage: int = 1
-    extra: dict[str, Any] = field(default_factory=dict)
+    cpu_offload: bool = False  # parameters wait in host memory, where the optimizer steps
+    reshard_after_forward: bool = True  # false keeps weights gathered until backward: faster, more memory
 
 
 @dataclass
 class LoaderConfig:
-    num_workers: int | str = "auto"
-    prefetch_factor: int = 2
+    num_workers: Annotated[int, Field(ge=0, le=256)] | Auto = "auto"  # reading processes per rank; 0: the rank itself
+    prefetch_factor: Annotated[int, Field(ge=1, le=1000)] = 2  # micro-batches that each worker prepares ahead
 
 
 @dataclass
 class OptimizerConfig:
-    name: str = "adamw"
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    name: Literal["adamw", "sgd", "adam"] = "adamw"
+    learning_rate: NotNegative = 3e-3  # the peak of the schedule
+    weight_decay: NotNegative = 0.01  # not applied to biases and normalization
+    betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
 
 
 @dataclass
 class ScheduleConfig:
-    name: str = "cosine"
-    warmup_steps: int = 0
-    min_learning_rate: float = 0.0
-    milestones: list[float] = field(default_factory=lambda: [0.5, 0.75])
-    decay_factor: float = 0.1
+    name: Literal["constant", "linear", "cosine", "step"] = "cosine"
+    warmup_steps: Count = 0  # optimizer steps of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677)
+    min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
+    milestones: list[BelowOne] = field(default_factory=lambda: [0.5, 0.75])  # of step: fractions of the run
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # of step: the factor at each milestone
 
 
 @dataclass
 class TrainingConfig:
-    epochs: int = 10
-    max_steps: int | None = None
-    global_batch_size: int = 64
-    micro_batch_size: int | str = "auto"
-    precision: str = "auto"
-    tf32: bool = True
-    cudnn_benchmark: bool = True
-    deterministic: bool = False
-    compile: bool = False
-    activation_checkpointing: bool = False
-    max_gradient_norm: float | None = None
-    sync_batchnorm: bool = False
-    early_stopping_epochs: int | None = None
-    check_replicas_every_steps: int | None = None
+    epochs: Positive = 10  # passes over the training set
+    max_steps: Positive | None = None  # optimizer steps, if they are fewer than the epochs have
+    global_batch_size: Positive = 64  # samples of one optimizer step, over all ranks
+    micro_batch_size: Positive | Auto = "auto"  # samples that a rank takes at once
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    tf32: bool = True  # float32 products on GPUs with 10 bits of mantissa
+    cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
+    deterministic: bool = False  # equal bits in equal runs, on GPUs too
+    compile: bool = False  # torch.compile
+    activation_checkpointing: bool = False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
+    max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # clip to this global norm
+    sync_batchnorm: bool = False  # BatchNorm's statistics over all ranks
+    early_stopping_epochs: Positive | None = None  # stop after so many epochs without a better metric
+    check_replicas_every_steps: Positive | None = None  # compare the weights of the ranks, besides in the first step
 
 
 @dataclass
 class EvaluationConfig:
-    every_epochs: int | None = 1
-    every_steps: int | None = None
-    metric: str = "accuracy"
-    mode: str = "max"
-    micro_batch_size: int | str = "auto"
-    checkpoint: list[str] = field(default_factory=lambda: ["best"])
-    split: str = "validation"
+    every_epochs: Positive | None = 1  # both null: never
+    every_steps: Positive | None = None
+    metric: Text = "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
+    mode: Literal["max", "min"] = "max"  # which values of it are better
+    micro_batch_size: Positive | Auto = "auto"  # auto: that of training
+    checkpoint: Text = "best"  # for evaluate and predict: best, last or a path
+    split: Literal["validation", "test"] = "validation"  # for evaluate
 
 
 @dataclass
 class CheckpointConfig:
-    every_epochs: int | None = 1
-    every_steps: int | None = None
-    keep_last: int | None = 3
-    resume: str = "auto"
-    initial_weights: str | None = None
+    every_epochs: Positive | None = 1
+    every_steps: Positive | None = None
+    keep_last: Positive | None = 3  # and best.pt; null: all
+    resume: Text = "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
+    initial_weights: str | None = None  # a file of weights to begin with: .pt, .pth, .bin or .safetensors
 
 
 @dataclass
 class LoggingConfig:
-    every_steps: int = 50
-    tracker: str = "tensorboard"
-    progress_bar: bool | str = "auto"
-    profile_steps: list[int] | None = None
+    every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl
+    tracker: Text = "tensorboard"  # none, or a file of tracking/: metrics.jsonl is always written
+    progress_bar: bool | Auto = "auto"  # auto: if a person watches
+    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # first and last step
 
 
-@dataclass
-class BenchmarkConfig:
-    steps: int = 50
-    rounds: int = 3
+@dataclass_transform(kw_only_default=True)
+def _with_chosen_sections(config: Section) -> Section:
+    """The class as a dataclass, with a section for each options_<name>.py that was chosen with a strategy or tool."""
+    for path in sorted(Path(__file__).parent.glob("options_*.py")):
+        name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
+        config.__annotations__[name] = options
+        setattr(config, name, field(default_factory=options))
+    return cast(Section, dataclass(kw_only=True)(config))
 
 
-@dataclass(kw_only=True)
+@_with_chosen_sections
 class Config:
-    name: str = "baseline"
-    seed: int = 42
-    device_ids: Any = "auto"
-    """"auto", "auto:N", or one entry a rank: list[int] or ["cpu", …] (OmegaConf types no union that holds a list)."""
-    strategy: str = "ddp"
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "baseline"
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # NumPy takes no other
+    device_ids: Annotated[Any, BeforeValidator(parse_device_ids)] = "auto"
+    strategy: Text = "ddp"  # a file of strategies/
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
-    data: DataConfig  # no defaults for yours: their fields need not have any either
+    data: DataConfig  # no default: the user's fields need not have one either
     model: ModelConfig
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -144,25 +181,81 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+
+    def __post_init__(self) -> None:
+        for key, is_possible, rule in _relations(self):
+            if not is_possible:
+                section, _, name = key.rpartition(".")
+                value = getattr(getattr(self, section) if section else self, name)
+                raise ValueError(f"{key}={one_line(value)}: {rule}")
+
+
+def _relations(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """(key, whether its value agrees with the other keys and with the files of this project, rule and remedy)."""
+    launch, training, evaluation = config.launch, config.training, config.evaluation
+    strategies = available_files("strategies", besides=("base", "numerics", "library_environment", "zero"))
+    trackers = ["none", *available_files("tracking", besides=("logs", "confusion_matrix"))]
+    for key, name, names in (
+        ("strategy", config.strategy, strategies),
+        ("logging.tracker", config.logging.tracker, trackers),
+    ):
+        remedy = "Others come with the template: copy their file."
+        if close := get_close_matches(name, names, n=1):
+            remedy = f"Did you mean {key}={close[0]}?"
+        yield key, name in names, f"must be one of {', '.join(names)}. {remedy}"
+    devices = config.device_ids if isinstance(config.device_ids, list) else []
+    is_possible = len(set(devices)) == len(devices) or "cpu" in devices or launch.backend == "gloo"
+    yield "device_ids", is_possible, "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
+    is_possible = len(set(devices)) == len(devices) or config.strategy != "data_parallel"
+    yield "device_ids", is_possible, "data_parallel drives one CPU, or GPUs named once. Set device_ids=cpu."
+    yield "launch.backend", launch.backend != "nccl" or "cpu" not in devices, "NCCL has no CPU ranks. Set it to auto."
+    is_reachable = not re.fullmatch(r"localhost|::1|127\..*", launch.master_addr) and launch.master_port > 0
+    rule = "other nodes cannot reach it. Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0."
+    yield "launch.master_addr", launch.nodes == 1 or is_reachable, rule
+    is_possible = config.ddp.gradient_compression == "none" or config.strategy in ("ddp", "accelerate", "horovod")
+    yield "ddp.gradient_compression", is_possible, f"strategy={config.strategy} has none. Set it to none."
+    rule = "does not go with trial micro-batches. Set training.micro_batch_size to a number."
+    for key, is_on in (
+        ("training.sync_batchnorm", training.sync_batchnorm),
+        ("ddp.static_graph", config.ddp.static_graph),
+    ):
+        yield key, training.micro_batch_size != "auto" or not is_on, rule
+    is_possible = evaluation.metric != "loss" or evaluation.mode == "min"
+    yield "evaluation.mode", is_possible, "the smaller a loss, the better. Set evaluation.mode=min."
+    is_possible = training.early_stopping_epochs is None or bool(evaluation.every_epochs or evaluation.every_steps)
+    yield "training.early_stopping_epochs", is_possible, "needs evaluations. Set evaluation.every_epochs=1."
+    is_possible = config.checkpoint.initial_weights is None or config.checkpoint.resume in ("auto", "never")
+    yield "checkpoint.initial_weights", is_possible, "checkpoint.resume=PATH brings weights too. Set one of the two."
+
+
+def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
+    """The modules of a folder of this package: a feature is added by adding its file and removed by deleting it."""
+    paths = (Path(__file__).parent / folder).glob("[a-z]*")
+    return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The defaults above, then the YAML file, then `key=value` overrides, checked. Raises ConfigError."""
-    config = load(Config, path, overrides)
-    config.device_ids = parse_device_ids(config.device_ids)
+    """The defaults above, then the YAML file, then the `key=value` words, checked. Raises ConfigError."""
+    return build_config(read_settings(path, overrides))
+
+
+def build_config(settings: dict[str, Any]) -> Config:
+    """The Config that these settings (nested dicts of text) make. Raises ConfigError."""
+    settings = {"data": {}, "model": {}, **settings}
+    _check_keys(settings, Config, "")
     try:
+        config: Config = _adapter().validate_python(settings)
         getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
-    except ValueError as error:
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+    except ValueError as error:  # raised by complete_config
         raise ConfigError(" ".join(str(error).split())) from None
-    check_values(config)
     return config
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as dicts, lists, text and numbers, for YAML, JSON and checkpoints; load_config reads it back."""
-    plain: dict[str, Any] = to_plain(config)
-    return plain
+    return cast(dict[str, Any], _adapter().dump_python(config, mode="json", warnings=False))
 
 
 def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
@@ -175,3 +268,84 @@ def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str 
         elif former != now:
             lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
     return lines
+
+
+@cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
+def _field_types(section: Any) -> dict[str, Any]:
+    types = get_type_hints(section, include_extras=True)
+    return {item.name: types[item.name] for item in fields(section)}
+
+
+def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, its dataclass field) of the whole config."""
+    types = _field_types(section)
+    for item in fields(section):
+        yield prefix + item.name, item
+        if is_dataclass(types[item.name]):
+            yield from _all_keys(types[item.name], f"{prefix}{item.name}.")
+
+
+def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> None:
+    """ConfigError for a key that does not exist. Makes a list of a text whose key takes one: betas=0.9,0.95."""
+    types = _field_types(section)
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if name not in types:
+            raise ConfigError(_unknown_key(key, value))
+        if is_dataclass(types[name]):
+            section_settings = settings[name] = {} if value is None else value  # all its keys may be commented out
+            if not isinstance(section_settings, dict):
+                raise ConfigError(f"{key}={one_line(value)}: {key} is a section. Set its keys: {key}.KEY=VALUE")
+            _check_keys(section_settings, types[name], f"{key}.")
+        elif isinstance(value, str) and _takes_list(types[name]):
+            settings[name] = [part.strip() for part in value.split(",")]
+
+
+def _takes_list(kind: Any) -> bool:
+    is_list = get_origin(kind) in (list, tuple) or kind in (list, tuple)
+    return is_list or (get_origin(kind) not in (None, dict, Literal) and any(map(_takes_list, get_args(kind))))
+
+
+def _unknown_key(key: str, value: Any) -> str:
+    while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
+        (name, value), *_ = value.items()
+        key = f"{key}.{name}"
+    known = [known for known, _ in _all_keys()]
+    same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
+    close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
+    remedy = f"Did you mean {close[0]}{typed}?" if close else "config.yaml shows all keys."
+    return f"{one_line(key)}{typed}: there is no such key. {remedy}"
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake in one line: key, value, rule, remedy."""
+    known = dict(_all_keys())
+    problems: dict[str, list[Any]] = {}
+    for problem in error.errors(include_url=False):  # several for one key, if its type is a union
+        dotted = ".".join(map(str, problem["loc"]))
+        key = max((key for key in known if f"{dotted}.".startswith(f"{key}.")), key=len, default=dotted)
+        problems.setdefault(key, []).append(problem)
+    key, (first, *others) = next(iter(problems.items()))
+    typed = f"{key}={one_line(first['input'])}"
+    if isinstance(cause := first.get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
+        message = " ".join(str(cause).split())
+        if not key or isinstance(first["input"], dict):  # of a whole section: it names its key itself
+            return f"{key}.{message}".lstrip(".")
+        return f"{typed}: {message}"
+    if first["type"] == "missing":
+        return f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
+    rule = " or ".join(dict.fromkeys(problem["msg"] for problem in (first, *others)))
+    rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or")
+    choices = [choice for problem in (first, *others) for choice in re.findall(r"'(\w+)'", problem["msg"])]
+    close = get_close_matches(str(first["input"]).lower(), choices, n=1)
+    default, factory = known[key].default, known[key].default_factory
+    default = factory() if factory is not MISSING else default
+    remedy = f"The default is {one_line(default)}." if default is not MISSING else "Its type is in the config class."
+    if close:
+        remedy = f"Did you mean {key}={close[0]}?"
+    return f"{typed}: {rule.split(', unable')[0]}. {remedy}"

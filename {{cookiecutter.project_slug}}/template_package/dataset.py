@@ -7,7 +7,6 @@ model.py; `run.py predict` uses `read_inputs`.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .validation import ConfigError
+from .errors import ConfigError
 
 NUM_CLASSES = 10
 """Targets are below it; a model that tells fewer classes apart is refused."""
@@ -31,18 +30,19 @@ class DataConfig:
     """Chance that a training image is moved by up to one pixel each way. 0 turns augmentation off."""
 
     def __post_init__(self) -> None:
-        if not (self.validation_fraction > 0 and self.test_fraction > 0):
-            raise ValueError("validation_fraction and test_fraction must be above 0. Set both to 0.15, for example.")
-        if self.validation_fraction + self.test_fraction > 0.9:
+        if (
+            min(self.validation_fraction, self.test_fraction) <= 0
+            or self.validation_fraction + self.test_fraction > 0.9
+        ):
             raise ValueError(
-                "validation_fraction + test_fraction must be at most 0.9: the rest is trained on. Lower one."
+                "validation_fraction and test_fraction must be above 0, and at most 0.9 together. Set 0.15."
             )
         if not 0 <= self.shift_probability <= 1:
             raise ValueError(f"shift_probability={self.shift_probability}: must be from 0 to 1. Set 0.5, for example.")
 
 
 class Batch(NamedTuple):
-    """What model.py gets. One item has the same fields without the first dimension; items are stacked field by field.
+    """A batch for model.py. One item has the same fields without the first dimension; items are stacked field by field.
 
     Any tuple or dict of tensors will do; define `collate(items)` in this file if your items differ in size.
     """
@@ -76,14 +76,12 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
     from sklearn.datasets import load_digits  # here, so that only who reads the data pays for the import
 
     bunch = load_digits()
-    images = scale(bunch.images)
-    digits = torch.from_numpy(bunch.target).long()
+    images, digits = scale(bunch.images), torch.from_numpy(bunch.target).long()
 
     # A seed of its own, not the run's: runs with different seeds are compared on the same images.
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    num_validation, num_test = (
-        round(len(images) * part) for part in (config.validation_fraction, config.test_fraction)
-    )
+    fractions = config.validation_fraction, config.test_fraction
+    num_validation, num_test = (round(len(images) * part) for part in fractions)
     validation, test, train = order.tensor_split((num_validation, num_validation + num_test))
     return (
         Digits(images[train], digits[train], config.shift_probability),
@@ -92,24 +90,21 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
     )
 
 
-UNREADABLE = (ArithmeticError, AttributeError, BadZipFile, EOFError, MemoryError, OSError, TypeError, ValueError)
-"""What a file that is no array makes of numpy.load."""
-
-
 def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
-    """The images that `run.py predict SOURCE` looks at, and what to call each of them.
+    """The images that `run.py predict SOURCE` looks at, and a name for each.
 
     source: a .npy file of one image, (8, 8), or of several, (N, 8, 8), with values from 0 to 16.
     """
     try:
         array = numpy.load(Path(source), allow_pickle=False)
         images = scale(array.reshape(-1, *array.shape[-2:]))
-    except UNREADABLE as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"predict {source}: no array of images ({reason}). Make one with numpy.save.") from None
-    if images.shape[1:] != (1, 8, 8) or not len(images):
-        raise ConfigError(f"predict {source}: its shape is {array.shape}. It must be (8, 8) or (N, 8, 8).")
-    names = [f"{Path(source).name}[{place}]" for place in range(len(images))]
+        if images.shape[2:] != (8, 8) or not len(images):
+            raise ValueError(f"its shape is {array.shape}")
+    except Exception as error:  # a file that is no array fails anywhere in NumPy's reader
+        raise ConfigError(
+            f"predict {source}: must hold an array (8, 8) or (N, 8, 8) ({error}). Use numpy.save."
+        ) from None
+    names = [f"{Path(source).name}[{index}]" for index in range(len(images))]
     return Digits(images, torch.zeros(len(images), dtype=torch.long)), names
 
 

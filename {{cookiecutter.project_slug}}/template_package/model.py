@@ -1,9 +1,9 @@
 """YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. Where you define them also: `build_optimizer(model, config)`
-(instead of the one that config.yaml names), `loss_weight(batch)` (what the loss is the mean over, if not samples:
-target tokens, say) and `complete_config(model, data)` (what one of the two sections takes over from the other).
+and `update_metrics`, and `run.py predict` uses `predict`. Optional functions: `build_optimizer(model, config)`
+(in place of the one that config.yaml names), `loss_weight(batch)` (how many the loss is the mean over, if not samples:
+target tokens, say) and `complete_config(model, data)` (values that one of the two sections takes from the other).
 """
 
 from dataclasses import dataclass
@@ -70,13 +70,13 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What `run.py predict` writes of each sample: columns of (B,) each, by name."""
+    """The columns that `run.py predict` writes, by name: (B,) each."""
     probabilities, digits = model(batch.inputs).float().softmax(1).max(1)
     return {"label": digits, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """What evaluation reports beside the loss, by name; `evaluation.metric` in config.yaml picks one of them."""
+    """The metrics that evaluation reports beside the loss; `evaluation.metric` in config.yaml picks one of them."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = next(path.parent.name for path in ROOT.glob("*/validation.py"))
+PACKAGE = "template_package"
 WORKLOAD = Path(__file__).parent / "workload"
 TIMEOUT_SECONDS = 120.0
 # torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
@@ -159,15 +159,21 @@ class Project:
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
         """Train under several names, one after the other in the same ranks."""
-        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="many_runs")
+        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="session")
 
     def edit(self, file: str, old: str, new: str) -> None:
-        """Change a file of the package."""
+        """Replace `old` in a file of the package."""
         path = self.folder / PACKAGE / file
         text, written_at = path.read_text(encoding="utf-8"), path.stat().st_mtime
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
         os.utime(path, (written_at + 10, written_at + 10))  # Python keeps what it compiled in the same second
+
+    def append(self, file: str, code: str) -> None:
+        """Add code to the end of a file of the package: a function of the same name takes the place of the former."""
+        path = self.folder / PACKAGE / file
+        text = path.read_text(encoding="utf-8")
+        self.edit(file, text, f"{text}\n\n{code}\n")
 
     def directory(self, name: str) -> Path:
         """runs/<name>"""
@@ -226,10 +232,15 @@ def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def project(template_project: Path, session: Session, tmp_path: Path) -> Project:
-    """A project of the test's own; its path has a space and is not ASCII."""
+def project(template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
+    """A project of the test's own; its path has a space and is not ASCII.
+
+    A folder `faults` beside the test has another model.py and dataset.py.
+    """
     folder = tmp_path / "my 実験"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in request.path.parent.glob("faults/*.py"):
+        shutil.copy(path, folder / PACKAGE)
     return Project(folder, session)
 
 

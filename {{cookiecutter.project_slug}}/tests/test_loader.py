@@ -10,14 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from template_package.config import LoaderConfig
+from template_package.data import loader as loader_module
+from template_package.data.loader import EvaluationLoader, TrainLoader, epoch_order
+from template_package.data.reading import MicroBatch
+from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
-from template_package.training.evaluation_loader import EvaluationLoader
-from template_package.training.fetching import MicroBatch
-from template_package.training.loader import TrainLoader, epoch_order
-from template_package.validation import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `collate` in dataset.py and `loss_weight` in model.py, which would not fit the data here."""
+    monkeypatch.setattr(loader_module, "_collate", None)
+    monkeypatch.setattr(loader_module, "_loss_weight", None)
 
 
 class Squares(Dataset[Any]):
@@ -40,30 +46,32 @@ class Batches(Squares):
         return torch.tensor(indices)
 
 
-def steps(
-    rank: int,
-    world_size: int,
-    *,
-    num_steps: int,
-    position: int = 0,
-    workers: int = 0,
-    dataset: Any = None,
-    micro: int = 3,
-    collate: Any = None,
-) -> list[list[MicroBatch]]:
-    loader = TrainLoader(
-        dataset or Squares(),
-        LoaderConfig(num_workers=workers),
-        RankContext(rank=rank, world_size=world_size),
-        seed=5,
-        global_batch_size=7,
-        micro_batch_size=micro,
-        collate=collate,
-    )
+def train_loader(
+    dataset: Any = None, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 7, micro: Any = 3
+) -> TrainLoader:
+    context = RankContext(rank=rank, world_size=world_size)
+    options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": micro}
+    return TrainLoader(dataset or Squares(), LoaderConfig(num_workers=workers), context, **options)
+
+
+def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:
+    """The micro-batches of the first steps of a rank."""
+    loader = train_loader(rank=rank, world_size=world_size, **options)
     loader.start(0, position)
-    taken = [list(loader.next_step()) for _ in range(num_steps)]
+    taken = [[micro for micro, _ in loader.next_step()] for _ in range(num_steps)]
     loader.close()
     return taken
+
+
+def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
+    """The micro-batches that a rank evaluates."""
+    loader = EvaluationLoader(dataset, LoaderConfig(), RankContext(rank=rank, world_size=world_size), "validation")
+    return list(loader.read(micro_batch_size))
+
+
+def indices_of(batches: list[MicroBatch]) -> list[int]:
+    """The samples that count."""
+    return [i for micro in batches if micro.request.num_samples for i in micro.request.indices]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
@@ -79,7 +87,7 @@ def test_each_sample_once_an_epoch_in_shares_that_differ_by_one(world_size: int)
             for share in shares:
                 assert [micro.request.is_last for micro in share] == [False] * (len(share) - 1) + [True]
                 assert len(share) == -(-max(sizes) // 3) and all(len(micro.request.indices) <= 3 for micro in share)
-                seen += [i for micro in share if micro.request.num_samples for i in micro.request.indices]
+                seen += indices_of(share)
         assert sorted(seen) == list(range(23))
         assert seen[:7] != sorted(seen[:7])
 
@@ -122,10 +130,8 @@ def test_whole_batches_are_fetched_in_one_call() -> None:
     subset = Subset(Batches(), list(range(23)))
     assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
     plain = Subset(Squares(), list(range(23)))  # has __getitems__ too, which would leave the items unseeded
-    assert (
-        steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist()
-        == steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
-    )
+    expected = steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
+    assert steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist() == expected
 
 
 class Sized(Batches):
@@ -145,13 +151,9 @@ def padded(batches: list[list[int]], lengths: list[int]) -> float:
 
 
 def global_batches(dataset: Any, world_size: int, num_steps: int, position: int = 0) -> list[list[int]]:
-    ranks = [
-        steps(rank, world_size, num_steps=num_steps, position=position, dataset=dataset) for rank in range(world_size)
-    ]
-    return [
-        [i for rank in ranks for micro in rank[step] if micro.request.num_samples for i in micro.request.indices]
-        for step in range(num_steps)
-    ]
+    options: Any = {"num_steps": num_steps, "position": position, "dataset": dataset}
+    ranks = [steps(rank, world_size, **options) for rank in range(world_size)]
+    return [[i for rank in ranks for i in indices_of(rank[step])] for step in range(num_steps)]
 
 
 def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a_resume() -> None:
@@ -172,120 +174,82 @@ def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a
 
 
 def test_one_batch_may_hold_all_samples_however_large_its_size() -> None:
-    dataset = Sized(30)
-    size: Any = {"global_batch_size": 2**63 - 1, "micro_batch_size": "auto"}
-    loader = TrainLoader(dataset, LoaderConfig(num_workers=0), RankContext(), seed=5, **size)
+    loader = train_loader(Sized(30), size=2**63 - 1, micro="auto")
     loader.start(0, 0)
-    assert [sorted(micro.request.indices) for micro in loader.next_step()] == [list(range(30))]
-
-
-def test_samples_of_a_step_are_those_it_was_given_whatever_its_number() -> None:
-    options: Any = {"global_batch_size": 7, "micro_batch_size": 3}
-    loader = TrainLoader(Squares(), LoaderConfig(num_workers=0), RankContext(rank=1, world_size=2), seed=5, **options)
-    loader.start(1, 14, steps_done=100)  # 4 steps an epoch: after more of them than these 6
-    given = [[i for micro in loader.next_step() for i in micro.request.indices] for _ in range(4)]
-    assert [loader.indices_of_step(101 + place)[0] for place in range(4)] == given
+    assert [sorted(micro.request.indices) for micro, _ in loader.next_step()] == [list(range(30))]
 
 
 def test_evaluation_puts_samples_of_like_length_together_and_of_each_some_on_every_rank() -> None:
-    dataset, means = Sized(702), []
+    dataset, sums = Sized(702), []
     seen: list[int] = []
     for rank in range(3):
-        context = RankContext(rank=rank, world_size=3)
-        loader = EvaluationLoader(dataset, LoaderConfig(), context, micro_batch_size=10, name="test")
-        batches = [micro.request.indices for micro in loader]
+        batches = [micro.request.indices for micro in evaluated(dataset, rank, 3, 10)]
         assert padded(batches, dataset.sample_lengths) < 1.15
         seen += chain.from_iterable(batches)
-        means.append(sum(dataset.sample_lengths[i] for batch in batches for i in batch))
-    assert sorted(seen) == list(range(702)) and max(means) < 1.05 * min(means)
-
-
-def test_lengths_of_other_samples_are_refused() -> None:
-    dataset = Sized(10)
-    dataset.__class__ = type("Shorter", (Sized,), {"__len__": lambda _: 9})
-    with pytest.raises(ConfigError, match="sample_lengths of Shorter holds 10 lengths of 9 samples"):
-        steps(0, 1, num_steps=1, dataset=dataset)
+        sums.append(sum(dataset.sample_lengths[i] for batch in batches for i in batch))
+    assert sorted(seen) == list(range(702)) and max(sums) < 1.05 * min(sums)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 30])
 def test_evaluation_sees_each_sample_once_in_as_many_batches_on_every_rank(world_size: int) -> None:
-    ranks = [
-        list(
-            EvaluationLoader(
-                Squares(),
-                LoaderConfig(),
-                RankContext(rank=rank, world_size=world_size),
-                micro_batch_size=4,
-                name="test",
-            )
-        )
-        for rank in range(world_size)
-    ]
+    ranks = [evaluated(Squares(), rank, world_size, 4) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
-    assert sorted(i for batches in ranks for m in batches if m.request.num_samples for i in m.request.indices) == list(
-        range(23)
-    )
+    assert sorted(chain.from_iterable(map(indices_of, ranks))) == list(range(23))
 
 
-def test_what_cannot_be_shared_out_is_refused() -> None:
+def test_data_that_cannot_be_shared_out_are_refused() -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
     with pytest.raises(ConfigError, match="IterableDataset is not supported"):
-        steps(0, 1, num_steps=1, dataset=Endless())
+        train_loader(Endless())
     empty: Subset[Any] = Subset(Squares(), [])
     with pytest.raises(ConfigError, match="validation data set is empty"):
-        EvaluationLoader(empty, LoaderConfig(), RankContext(), micro_batch_size=4, name="validation")
+        evaluated(empty, 0, 1, 4)
+    dataset = Sized(10)
+    dataset.__class__ = type("Shorter", (Sized,), {"__len__": lambda _: 9})
+    with pytest.raises(ConfigError, match="sample_lengths of Shorter holds 10 lengths for 9 samples"):
+        train_loader(dataset)
 
 
-def test_item_that_cannot_be_read_is_named() -> None:
+def test_samples_of_a_micro_batch_that_cannot_be_read_are_named() -> None:
     class Broken(Squares):
         def __getitem__(self, index: int) -> tuple[int, Tensor]:
             raise OSError("no such file")
 
+    first = epoch_order(23, 5, 0)[:3].tolist()
     with pytest.raises(OSError, match="no such file") as caught:
-        steps(0, 1, num_steps=1, dataset=Broken())
-    assert "while reading sample" in caught.value.__notes__[0]
+        steps(0, 1, num_steps=1, dataset=Broken(), micro=4)
+    assert caught.value.__notes__ == [f"while reading the samples {first} of Broken"]
 
 
 def noisy(items: list[Any]) -> Any:
     return torch.tensor([index for index, _ in items]), torch.rand(())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_collate_draws_in_a_worker_depends_on_the_batch_alone(workers: int) -> None:
-    def drawn(rank: int, num_steps: int, position: int = 0) -> list[float]:
-        found = steps(rank, 2, num_steps=num_steps, position=position, workers=workers, collate=noisy)
+def test_numbers_that_collate_draws_in_a_worker_depend_on_the_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_collate", noisy)
+
+    def drawn(rank: int, num_steps: int, workers: int, position: int = 0) -> list[float]:
+        found = steps(rank, 2, num_steps=num_steps, position=position, workers=workers)
         return [float(micro.batch[1]) for step in found for micro in step]
 
-    full = drawn(0, 5)
-    assert drawn(0, 3, position=14) == full[-len(drawn(0, 3, position=14)) :], "as after a resume"
-    assert len(set(full + drawn(1, 5))) == len(full) + len(drawn(1, 5)), "each its own"
+    full, resumed = drawn(0, 5, workers=1), drawn(0, 3, workers=2, position=14)
+    assert resumed == full[-len(resumed) :]
+    assert len({*full, *drawn(1, 5, workers=1)}) == 2 * len(full), "each its own"
 
 
-def test_rehearsals_and_evaluations_draw_nothing_from_the_runs_generators() -> None:
-    options: Any = {"global_batch_size": 7, "micro_batch_size": 3, "collate": noisy}
-    loader = TrainLoader(Squares(), LoaderConfig(num_workers=0), RankContext(), seed=5, **options)
-    evaluation = EvaluationLoader(
-        Squares(), LoaderConfig(num_workers=0), RankContext(), micro_batch_size=9, name="validation", collate=noisy
-    )
+def test_rehearsals_and_evaluations_draw_nothing_from_the_runs_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_collate", noisy)
     before = torch.get_rng_state()
-    loader.read_first(0, 0)
-    whole = [micro.request.indices for micro in evaluation]
-    evaluation.limit = 4
-    parts = [micro.request for micro in evaluation]
+    train_loader().read_first(0, 0)
+    assert len(evaluated(Squares(), 0, 1, 9)) == 3
     assert torch.equal(torch.get_rng_state(), before)
-    assert max(len(part.indices) for part in parts) <= 4 and sum(part.is_last for part in parts) == len(whole)
-    assert sorted(chain(*(part.indices for part in parts))) == list(range(23))
 
 
-def test_first_read_is_the_largest_of_its_step_and_its_indices_are_not_searched_for_tensors() -> None:
-    loader = TrainLoader(
-        Squares(), LoaderConfig(num_workers=0), RankContext(), seed=5, global_batch_size=23, micro_batch_size=12
-    )
+def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
+    loader = train_loader(size=23, micro=12)
     loader.start(0, 0)
-    assert [len(micro.request.indices) for micro in loader.next_step()] == [11, 12]
-    request = loader.read_first(0, 0).request
-    assert len(request.indices) == 12
-    assert pin_memory(MicroBatch(None, request)).request is request  # type: ignore[no-untyped-call]
+    assert [len(micro.request.indices) for micro, _ in loader.next_step()] == [11, 12]
+    assert len(loader.read_first(0, 0).request.indices) == 12

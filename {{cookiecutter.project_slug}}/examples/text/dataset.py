@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from .errors import ConfigError, one_line
 from .text_files import READERS, read_rows, read_texts
-from .validation import ConfigError, one_line
 
 PADDING, UNKNOWN, FIRST = 0, 1, 2
 """Numbers of no token, of one that is not in the vocabulary, and of the most frequent one that is."""

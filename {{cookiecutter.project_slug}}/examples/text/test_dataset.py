@@ -19,7 +19,7 @@ from template_package.dataset import (
     read_splits,
     tokenize,
 )
-from template_package.validation import ConfigError
+from template_package.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,7 +103,7 @@ def test_inputs_to_predict_are_the_rows_of_a_file_or_a_sentence(tmp_path: Path) 
     assert torch.equal(read_inputs(row, config)[0].encoded[0], train.encoded[0])
     with pytest.raises(ConfigError, match="No such file"):
         read_inputs("missing.json", config)
-    with pytest.raises(ConfigError, match=r"predict caf\\udce9: is not UTF-8"):
+    with pytest.raises(ConfigError, match="predict caf\udce9: is not UTF-8"):
         read_inputs("caf\udce9", config)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from template_package.errors import ConfigError
 from template_package.text_files import read_rows, read_texts
-from template_package.validation import ConfigError
 
 NAMES = ["天气", "food"]
 ROWS = [("下雨了", 0), ('a "hot" soup, twice', 1), ("two\nlines", 1), ("\uff13 rolls", 0)]

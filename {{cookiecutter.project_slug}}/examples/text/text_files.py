@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .validation import ConfigError, one_line
+from .errors import ConfigError, one_line
 
 Parsed = TypeVar("Parsed")
 

@@ -1,99 +1,113 @@
-"""What `python run.py` offers: `train` is run.py's own, each other command is a file here with a function
-`main(config)`; predict's is `main(config, source)`, and the doctor's `main(line)`, as it also reports on a config that
-cannot be read.
-"""
+"""The command line of run.py. Each command, besides `train`, is a file or folder here with `main(line)`."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..validation import ConfigError, one_line
+from ..config_file import read_settings
+from ..errors import ConfigError, one_line
+from ..launching.environment import launcher_of
+from ..launching.processes import start_fork_server
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
 
 Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
   python run.py device_ids=0,2 training.epochs=3 name=first
   python run.py evaluate evaluation.split=test
-  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes
-  python run.py doctor --json"""
+  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes"""
+TOOLS = ("doctor", "benchmark")
 
 
-class CommandLine(NamedTuple):
-    """The words after run.py, sorted."""
+@dataclass
+class CommandLine:
+    """The words after run.py, sorted. rest: those that only the command understands (predict's input, --json)."""
 
-    command: str
     config_path: Path
-    overrides: list[str]
-    is_json: bool = False
-    source: str | None = None
-    """What to predict: predict's own word."""
-    asked: tuple[str, ...] = ()
-    """All that chooses the config, as typed."""
+    command: str = "train"
+    overrides: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
+
+    def load_config(self) -> Config:
+        """The Config that file and words make. Raises ConfigError."""
+        settings = read_settings(self.config_path, self.overrides)
+        if self.command in ("train", "evaluate", "predict") and _has_several_ranks(settings.get("device_ids")):
+            start_fork_server()  # it imports torch while this process does
+        from ..config import build_config
+
+        return build_config(settings)
+
+    def launch(self, run_fn: Callable[[int, int, Config], None]) -> int:
+        """The exit code of run_fn, run once per device of the config."""
+        config = self.load_config()
+        from ..launching.launcher import find_node, launch
+
+        node = find_node(config)
+        return launch(run_fn, config, node, node.num_ranks)
 
 
 def available_commands() -> list[str]:
-    """`train`, and one for each file beside this one."""
-    return ["train", *sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))]
+    """`train`, and one for each file or folder beside this file."""
+    folder = Path(__file__).parent
+    packages = (path.parent for path in folder.glob("[a-z]*/__init__.py"))
+    return ["train", *sorted(path.stem for path in (*folder.glob("[a-z]*.py"), *packages))]
 
 
 def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
-    """Command, config file and overrides. ConfigError for a word that is none of these; SystemExit(0) after --help."""
-    commands = available_commands()
-    command: str | None = None
-    config_path, overrides, is_json = default_config, list[str](), False
-    source: str | None = None
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    """Command, config file and settings. ConfigError for a word that is none of these; SystemExit(0) after --help."""
+    commands, line, has_command = available_commands(), CommandLine(default_config), False
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
         if word in ("-h", "--help"):
             print(USAGE.format(commands="|".join(commands)))
             raise SystemExit(0)
-        if word == "--config" and rest:
-            config_path = Path(rest.pop(0))
+        if word == "--config" and waiting:
+            line.config_path = Path(waiting.pop(0))
         elif word.startswith("--config="):
-            config_path = Path(word.removeprefix("--config="))
-        elif word == "--json" and command == "doctor":
-            is_json = True
+            line.config_path = Path(word.removeprefix("--config="))
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
-        elif command == "predict" and not re.match(r"[a-z_]+(\.[a-z_]+)*=|--[a-z]", word):
-            if source is not None:
-                raise ConfigError(f"predict {source} {word}: takes one input. Put quotes around a sentence.")
-            source = word
-        elif command is None and not overrides and not re.search(r"[=.]|^-", word):
-            if word not in commands:
-                close = get_close_matches(word, commands, n=1)
-                remedy = f"Did you mean {close[0]}?" if close else "A value is set by key=value."
-                raise ConfigError(f"{one_line(word)}: no such command; there are {', '.join(commands)}. {remedy}")
-            command = word
-        elif command is None and word in commands:
-            raise ConfigError(
-                f"{word}: the command comes first. Write python run.py {word} …, and the settings behind."
-            )
+        elif has_command and (word == "--json" or not re.match(r"[a-z_]+(\.[a-z_]+)*=|--[a-z]", word)):
+            line.rest.append(word)
+        elif word in commands and line.overrides:
+            raise ConfigError(f"{word}: the command comes first. Write python run.py {word} …, then the settings.")
+        elif has_command or line.overrides or re.search(r"[=.]|^-", word):
+            line.overrides.append(word)
+        elif word in commands:
+            line.command, has_command = word, True
+        elif word in TOOLS:
+            folder = f"{Path(__file__).parents[1].name}/commands/{word}"
+            raise ConfigError(f"{word}: this project was made without it. Copy {folder} from the template (tools=all).")
         else:
-            overrides.append(word)
-    if command == "predict" and not source:
-        raise ConfigError("predict: what? Write python run.py predict FILE, or predict 'a sentence'.")
-    asked = [*overrides] if config_path is default_config else [f"--config={config_path}", *overrides]
-    return CommandLine(command or "train", config_path, overrides, is_json, source, tuple(asked))
+            close = get_close_matches(word, commands, n=1)
+            remedy = f"Did you mean {close[0]}?" if close else "A value is set by key=value."
+            raise ConfigError(f"{one_line(word)}: no such command; there are {', '.join(commands)}. {remedy}")
+    if line.rest and line.command not in ("predict", *TOOLS):
+        raise ConfigError(f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only.")
+    return line
 
 
 def run_command(line: CommandLine) -> int:
-    """The exit code of one of the commands beside train."""
-    command = import_module(f".{line.command}", __package__)
-    if line.command == "doctor":
-        return int(command.main(line))
-    from ..config import load_config
+    """The exit code of a command other than train."""
+    command: Any = import_module(f".{line.command}", __package__)
+    code: int = command.main(line)
+    return code
 
-    config = load_config(line.config_path, line.overrides)
-    match line.command:
-        case "predict":
-            return int(command.main(config, line.source))
-        case "benchmark":
-            return int(command.main(config, line.asked))
-    return int(command.main(config))
+
+def _has_several_ranks(device_ids: Any) -> bool:
+    """Whether run.py will start several ranks; for `auto`, whether there are several GPUs."""
+    if launcher_of(os.environ):
+        return False
+    if str(device_ids).startswith("auto"):
+        return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) > 1
+    return len(device_ids) > 1 if isinstance(device_ids, list) else "," in str(device_ids)

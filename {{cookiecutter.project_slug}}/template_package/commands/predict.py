@@ -1,12 +1,11 @@
-"""`python run.py predict INPUT`: what a saved model says of new inputs, on any number of devices, in predictions.jsonl.
+"""`python run.py predict INPUT`: predictions of a saved model for new inputs, on any number of devices.
 
-What an input is, `read_inputs` in dataset.py says; what is predicted of it, `predict` in model.py.
+read_inputs() in dataset.py says what an input is, predict() in model.py what is predicted.
 """
 
-from __future__ import annotations
-
+import json
+import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,46 +14,48 @@ from torch.utils.data import Dataset
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..launching.distributed import RankContext, current_context, gather_objects
-from ..launching.launcher import find_node, launch
+from ..data.loader import EvaluationLoader
+from ..errors import ConfigError
+from ..files import run_directory, write_whole
+from ..launching.distributed import RankContext, gather_objects, rank_context
 from ..strategies.base import Strategy
-from ..training.checkpoint import write_whole
-from ..training.evaluation_loader import EvaluationLoader
-from ..training.logs import get_logger, rank_logs
-from ..training.report import align
-from ..training.run_files import run_directory, to_json
-from ..training.watchdog import beat, hang_watched
-from ..validation import ConfigError, one_line
-from .evaluate import find_checkpoints, restore
+from ..tracking.logs import rank_logs
+from ..training.stopping import beat, hang_watch
+from . import CommandLine
+from .evaluate import find_checkpoint, restore
 
 _data: Any = user_data
-_model: Any = user_model
-"""Any: what this command calls of yours is optional."""
+_model: Any = user_model  # Any: the functions that this command calls there are optional
+AUTO_MICRO_BATCH_SIZE = 256
 NUM_SHOWN = 20
-"""Rows that are printed; the file holds all."""
+logger = logging.getLogger(__name__)
 
 
-def main(config: Config, source: str) -> int:
-    """The exit code of predicting on the devices of the config."""
+def main(line: CommandLine) -> int:
+    if len(line.rest) != 1:
+        raise ConfigError(f"predict {' '.join(line.rest)}: takes one input, a file or a 'sentence in quotes'.")
     for file, module, name in (("dataset.py", user_data, "read_inputs"), ("model.py", user_model, "predict")):
         if not hasattr(module, name):
             raise ConfigError(f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns.")
-    node = find_node(config)
-    return launch(partial(predict_fn, source), config, node, sum(node.num_ranks))
+    return line.launch(partial(predict_fn, line.rest[0]))
 
 
 def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
-    """What each rank does: predict its part of the inputs; rank 0 puts the rows in the order of the inputs."""
-    context, directory = current_context(), run_directory(config)
-    checkpoint = find_checkpoints(config, directory)[0]
+    """Predict this rank's part of the inputs; rank 0 writes the rows in the order of the inputs."""
+    context, directory = rank_context(rank, world_size), run_directory(config.name)
+    checkpoint = find_checkpoint(config, directory)
     with rank_logs(directory, context):
         read = partial(_data.read_inputs, source, config.data)
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
-        with hang_watched(context, config.launch, directory):
+        with hang_watch(context, config.launch, directory):
             parts = gather_objects(_predict_part(strategy, dataset, config, context))
+        strategy.close()
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
-            _write([{"input": names[index], **rows[index]} for index in sorted(rows)], directory / "predictions.jsonl")
+            lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
+            path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
+            write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+            logger.info("%s\n%d rows: %s", "\n".join(lines[:NUM_SHOWN]), len(lines), path)
 
 
 @torch.no_grad()
@@ -62,17 +63,10 @@ def _predict_part(
     strategy: Strategy, dataset: Dataset[Any], config: Config, context: RankContext
 ) -> dict[int, dict[str, Any]]:
     """{index: row} of this rank's inputs."""
-    loader = EvaluationLoader(
-        dataset,
-        config.loader,
-        context,
-        micro_batch_size=config.evaluation.micro_batch_size,
-        name="prediction",
-        collate=getattr(user_data, "collate", None),
-    )
-    label_names, rows = getattr(dataset, "label_names", None), {}
+    label_names, rows, size = getattr(dataset, "label_names", None), {}, config.evaluation.micro_batch_size
+    loader = EvaluationLoader(dataset, config.loader, context, "prediction")
     strategy.module.eval()
-    for batch, request in loader:
+    for batch, request in loader.read(AUTO_MICRO_BATCH_SIZE if size == "auto" else size):
         beat()
         with strategy.autocast():
             columns = _model.predict(strategy.evaluation_model, batch)
@@ -84,13 +78,3 @@ def _predict_part(
                     row["label"] = label_names[row["label"]]
                 rows[index] = row
     return rows
-
-
-def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    text = "".join(to_json(row) + "\n" for row in rows)
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-    columns = [*(key for key in rows[0] if key != "input"), "input"]  # the longest last
-    shown = [[f"{v:.4f}" if isinstance(v := row[key], float) else one_line(v) for key in columns] for row in rows]
-    table = align([columns, *shown[:NUM_SHOWN]])
-    get_logger().info("%s", "\n".join(table))
-    get_logger().info("%d rows: %s", len(rows), path)

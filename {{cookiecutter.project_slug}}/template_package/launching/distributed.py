@@ -1,53 +1,41 @@
-"""One rank's place among the others: joining and leaving the process group, and the few collectives used outside it.
+"""One rank's place among the others: joining and leaving the process group, and the collectives for plain objects.
 
-Who starts the processes is launcher.py's business, how gradients are shared is strategies/'. With one rank there is no
-process group at all, and every function here does the obvious thing.
+With one rank there is no process group, and every function here does the obvious thing.
 """
-
-from __future__ import annotations
 
 import gc
 import io
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class RankContext:
-    """Who this process is: `rank` of `world_size` over all nodes, `local_rank` on its node, and the device it
-    computes on.
-    """
+    """This process among the others: `rank` of `world_size` over all nodes, `local_rank` on its node, its device."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    devices: tuple[torch.device, ...] = ()
-    """All devices of this process, `device` first: it is the only one unless the process drives several
-    (data_parallel).
-    """
-    device_notes: tuple[str, ...] = ()
-    """For the log: which GPU of this node became which cuda:i, and why others did not."""
-    started_at: float = field(default_factory=time.time)
-    """When the command was started, in seconds since 1970."""
-    store: dist.Store | None = None
-    """What the ranks tell each other without a collective (a TCPStore); None with one rank."""
-    abort: Callable[[str], None] = print
-    """Tells the launching process why this rank is about to end: for threads, which cannot raise where others wait."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", self.devices or (self.device,))
+    device: torch.device = _CPU
+    devices: tuple[torch.device, ...] = (_CPU,)  # of this process: several only under data_parallel
+    device_notes: tuple[str, ...] = ()  # for the log: which GPU became which cuda:i, and why others were left out
+    started_at: float = 0.0  # the start of the command, in seconds since 1970
+    store: dist.Store | None = None  # key-value pairs that all ranks reach without a collective; None with one rank
+    attempt: int = 0  # restarts before this start of the ranks
+    report: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
 
     @property
     def is_main(self) -> bool:
@@ -56,31 +44,34 @@ class RankContext:
 
     @contextmanager
     def local_rank_first(self) -> Iterator[None]:
-        """Local rank 0 of each node runs the body before its neighbours do, so that a download happens once a node."""
+        """Run the body on local rank 0 of each node before its neighbours, so that a download happens once a node."""
         if self.local_rank > 0:
-            try:
-                barrier()
-            except RuntimeError as error:
-                error.add_note(
-                    "while local rank 0 built the data sets: launch.timeout_minutes may be too short for that"
-                )
-                raise
+            barrier()
         yield
         if self.local_rank == 0:
             barrier()
 
 
 _context = RankContext()
+has_run_here = False  # whether this process has been a rank: it then ends by end_process()
 
 
 def set_context(context: RankContext) -> None:
-    """Say who this process is; the launcher does, once, before run_fn."""
-    global _context  # noqa: PLW0603 - one process is one rank
-    _context = context
+    """Store the place of this process. The launcher calls it once, before run_fn."""
+    global _context, has_run_here  # one process is one rank
+    _context, has_run_here = context, True
 
 
-def current_context() -> RankContext:
-    """Who this process is: rank 0 of 1 on the CPU unless a launcher has said otherwise."""
+def end_process(code: int) -> NoReturn:
+    """End this process at once: gloo's threads abort about one interpreter exit in ten (torch 2.13)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
+    """The place of this process, as the launcher has set it: rank `rank` of `world_size`."""
+    assert (rank, world_size) == (_context.rank, _context.world_size), "run_fn was not started by launch()"
     return _context
 
 
@@ -90,12 +81,10 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
         torch.cuda.set_device(context.device)
     if context.store is None:  # one rank
         return
-    if backend == "auto":
-        backend = "nccl" if context.device.type == "cuda" else "gloo"
-    if backend == "nccl":  # gloo beside it carries objects, without a detour through GPU memory
-        backend = "cpu:gloo,cuda:nccl"
+    if backend == "nccl" or (backend == "auto" and context.device.type == "cuda"):
+        backend = "cpu:gloo,cuda:nccl"  # gloo carries objects, without a detour through GPU memory
     dist.init_process_group(
-        backend,
+        "gloo" if backend == "auto" else backend,
         store=dist.PrefixStore("group", context.store),
         rank=context.rank,
         world_size=context.world_size,
@@ -105,61 +94,19 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
 
 
 def join_alone(context: RankContext) -> None:
-    """With one rank: join a group of its own, for libraries that cannot do without."""
+    """Join a group of one rank, for strategies that need a process group."""
     if not dist.is_initialized():
         join_group(replace(context, store=dist.HashStore()), "auto", timedelta(minutes=10))
 
 
-_farewells: list[Callable[[], None]] = []
-
-
-def before_leaving(farewell: Callable[[], None]) -> None:
-    """Call `farewell` when all ranks leave the process group: for libraries with connections of their own."""
-    _farewells.append(farewell)
-
-
 def leave_group() -> None:
-    """Destroy the process group. Model and optimizer must be gone: with DDP as its last owner, gloo would hang."""
+    """Destroy the process group. The caller has dropped model and optimizer: gloo hangs if DDP outlives the group."""
     gc.collect()
-    while _farewells:
-        barrier()
-        _farewells.pop()()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def launch_variables(context: RankContext) -> dict[str, str]:
-    """This rank's place as torchrun tells it, for libraries that read it there; they compute on GPU LOCAL_RANK."""
-    return {
-        "RANK": str(context.rank),
-        "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(context.local_rank if context.device.index is None else context.device.index),
-        "LOCAL_WORLD_SIZE": str(context.local_world_size),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),  # read by none: the group is there
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
-    }
-
-
-@contextmanager
-def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """In the body these variables are set, or unset (None)."""
-    former = {name: os.environ.get(name) for name in changes}
-
-    def change(values: Mapping[str, str | None]) -> None:
-        for name, value in values.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-    change(changes)
-    try:
-        yield
-    finally:
-        change(former)
-
-
 def barrier() -> None:
-    """Wait until every rank is here."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -180,22 +127,17 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
-def pack(state: Any) -> bytes:
-    """Plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def unpack(content: bytes) -> Any:
-    """What pack() was given, on the CPU."""
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+def gather_objects(value: Any) -> list[Any] | None:
+    """Every rank's `value` in the order of ranks, on rank 0; None on the others."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """What `function` returns on rank 0, on every rank; what it raises there is raised on every rank, so that none
-    waits.
-    """
+    """The result of `function` on rank 0, on every rank. Its exception is raised on every rank too: none waits."""
     outcome: tuple[Any, Exception | None] = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -208,10 +150,13 @@ def from_main(function: Callable[[], Any]) -> Any:
     return value
 
 
-def gather_objects(value: Any) -> list[Any] | None:
-    """Every rank's `value` in the order of ranks, on rank 0; None on the others."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values
+def pack(state: Any) -> bytes:
+    """Plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """The values that pack() was given, with tensors on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,58 +1,54 @@
-"""This node's GPUs, as NVML sees them: memory, load, whose processes compute there, and which of them CUDA shows.
+"""This node's GPUs as NVML sees them: memory, load, users and locks, and which of them CUDA shows.
 
-A GPU's id is the one nvidia-smi shows (PCI bus order; launcher.py sets CUDA_DEVICE_ORDER), `cuda:i` its place among
-those that CUDA_VISIBLE_DEVICES leaves. CUDA itself would take memory on every GPU that it looks at.
+A lock is an abstract Unix socket (Linux): a name that one process of the machine can bind, and that is free again when
+the process ends, however it ends. Containers with a network of their own have names of their own.
 """
-
-from __future__ import annotations
 
 import math
 import os
 import pwd
-import re
-from collections.abc import Callable, Mapping
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 GIB = 2**30
-UNSEEN = "a process that cannot be seen"
+LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Memory in bytes; infinite where it cannot be read."""
+    """One GPU. Memory in bytes, infinite where it cannot be read."""
 
-    index: int
+    index: int  # as nvidia-smi shows it, in the order of the PCI bus
     uuid: str = ""
     name: str = "GPU"
     free_memory: float = math.inf
     total_memory: float = math.inf
     utilization: int | None = None  # percent
-    users: tuple[str, ...] = ()
-    """Whose processes compute on it; UNSEEN where the system does not say (another container, hidepid)."""
-    is_partitioned: bool = False  # cut into MIG instances
+    users: tuple[str, ...] = ()  # whose processes compute on it
 
     @property
     def other_users(self) -> tuple[str, ...]:
-        """`users` without the one who asks."""
         return tuple(user for user in self.users if user != user_name(os.geteuid()))
 
 
 class Gpus(NamedTuple):
-    """This node's GPUs. visible[i] is cuda:i; mask: CUDA_VISIBLE_DEVICES; problem: why GPUs are missing, if known."""
+    """This node's GPUs."""
 
     present: list[Gpu]
-    visible: list[Gpu]
-    mask: str | None
-    problem: str = ""
+    visible: list[Gpu]  # visible[i] is cuda:i
+    mask: str | None  # CUDA_VISIBLE_DEVICES
+    problem: str = ""  # why GPUs are missing, if known
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """The GPUs of this node; none if torch is built for the CPU or the driver does not answer.
-
-    nvml: a module with pynvml's functions, instead of the machine's own.
-    """
+    """The GPUs of this node; none if torch is built for the CPU or the driver does not answer. nvml: for pynvml."""
     import torch
 
     mask = environment.get("CUDA_VISIBLE_DEVICES")
@@ -79,32 +75,69 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     return Gpus(present, visible, mask, "; ".join(problems))
 
 
-def gpu_table(gpus: Gpus, fates: Mapping[Gpu, str]) -> list[str]:
-    """An aligned line for each GPU: id, name, memory, load, whose processes, and its fate (that of a visible one)."""
-    rows = []
+def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
+    """A line for each GPU of the machine: id, name, memory, load, users, and its state (`states`: of visible ones)."""
+    lines = []
     for gpu in gpus.present:
-        memory = f"{gpu.free_memory / GIB:5.1f} of {gpu.total_memory / GIB:.1f} GiB free"
-        rows.append(
-            (
-                f"GPU {gpu.index}",
-                gpu.name,
-                "" if math.isinf(gpu.total_memory) else memory,
-                "" if gpu.utilization is None else f"{gpu.utilization:3} % busy",
-                f"used by {', '.join(gpu.users)}" if gpu.users else "",
-                fates.get(gpu, f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}"),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[f"{cell:{width}}" for cell, width in zip(row, widths, strict=True) if width] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in lines]
+        cells = [f"GPU {gpu.index}", gpu.name]
+        if not math.isinf(gpu.total_memory):
+            cells.append(f"{gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free")
+        if gpu.utilization is not None:
+            cells.append(f"{gpu.utilization} % busy")
+        if gpu.users:
+            cells.append(f"used by {', '.join(gpu.users)}")
+        lines.append("  ".join([*cells, states.get(gpu, f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}")]))
+    return lines
 
 
 def user_name(uid: int) -> str:
-    """The user's name, or the number of one without a name (usual in containers)."""
+    """The user's name, or the number of a user without a name (usual in containers)."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"uid {uid}"
+
+
+def take_lock(name: str) -> socket.socket | None:
+    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it.
+
+    name: a GPU's UUID. Without one (Jetson, AMD), and elsewhere than on Linux, the lock keeps nobody out.
+    """
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        if name and sys.platform == "linux":
+            lock.bind(LOCK_PREFIX + name)
+            lock.listen(4096)  # lock_holder's calls are never answered and stay in this queue
+    except OSError:  # EADDRINUSE
+        lock.close()
+        return None
+    return lock
+
+
+def lock_holder(name: str) -> str:
+    """The user and process that hold the lock, in words; empty if nobody does, or the system does not say."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(LOCK_PREFIX + name)
+            pid, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        except OSError:
+            return ""
+    return f"{user_name(uid)}, process {pid}"
+
+
+@contextmanager
+def chooser_lock(patience_seconds: float = 10.0) -> Iterator[None]:
+    """Let one process of the machine at a time into the body: of two runs that want all GPUs, one gets them.
+
+    After patience_seconds the body begins anyway: a process that was halted in it must not halt all others.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while (lock := take_lock("chooser")) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield
+    if lock is not None:
+        lock.close()
 
 
 def _read(nvml: Any, index: int) -> Gpu:
@@ -126,30 +159,25 @@ def _read(nvml: Any, index: int) -> Gpu:
         total_memory=getattr(memory, "total", math.inf),
         utilization=getattr(ask(nvml.nvmlDeviceGetUtilizationRates), "gpu", None),
         users=tuple(sorted({_owner(process.pid) for process in processes})),
-        is_partitioned=(ask(nvml.nvmlDeviceGetMigMode) or [0])[0] == 1,
     )
 
 
 def _owner(pid: int) -> str:
     try:
         return user_name(Path(f"/proc/{pid}").stat().st_uid)
-    except OSError:
-        return UNSEEN
+    except OSError:  # in another container, or hidden by hidepid
+        return "a process that cannot be seen"
 
 
 def _visible(gpus: list[Gpu], mask: str | None) -> list[Gpu]:
-    """What CUDA sees: it reads the mask up to an entry that names no GPU, and none at all if one stands twice."""
+    """The GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
     if mask is None:
         return gpus
     visible: list[Gpu] = []
-    has_uuids = mask.strip().startswith("GPU-")
     for entry in map(str.strip, mask.split(",")):
-        number = re.match(r"\+?([0-9]+)", entry)  # CUDA reads "1x" as 1
-        named = [gpu for gpu in gpus if number and gpu.index == int(number[1])]
-        named += [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-        if len(named) != 1 or entry.startswith("GPU-") != has_uuids:  # torch reads no mixture
+        is_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu in gpus if str(gpu.index) == entry or (is_uuid and gpu.uuid.startswith(entry))]
+        if len(named) != 1:
             break
-        if named[0] in visible:
-            return []
         visible += named
     return visible

@@ -1,200 +1,237 @@
 """Runs one function once per rank: in this process, in processes started here, or joined to torchrun and its like.
 
-However it was started, a rank sees the same: a place (RankContext), a process group, its own device (ranks.py). Who
-starts the processes is asked in environment.py, which devices they have in devices.py.
+However it was started, a rank sees the same: a RankContext, a process group, its own device.
 """
 
-from __future__ import annotations
-
-import atexit
 import gc
+import hashlib
+import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
-from ..config import Config
-from ..validation import ConfigError, one_line
+from ..config import Config, differing_keys, to_dict
+from ..errors import ConfigError, StopRun, one_line
+from . import processes
 from .devices import Devices, take_devices
-from .distributed import RankContext
-from .environment import Launched, find_launcher
-from .meeting import arrival_timeout, fingerprint, missing, open_store, serve_local_store
-from .network import choose_interface
-from .nodes import Nodes, ask
-from .processes import OUT_OF_MEMORY, STOPPED, run_processes
-from .ranks import RunFunction, go_on, print_failure, run_launched_rank, run_rank_here, run_started_rank
-from .starting import PARENT_AT_START, die_with_parent, process_started_at, raise_if_interrupted
+from .distributed import RankContext, broadcast_object, gather_objects, join_group, leave_group, set_context
+from .environment import Launched, choose_interface, find_launcher
+
+RunFunction = Callable[[int, int, Config], None]
+PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class Node:
-    """This node's part of a run: its devices, one a local rank, and how its ranks come to be."""
+    """This node's part of a run: the devices of its local ranks, and how the ranks come to be."""
 
     devices: Devices
-    num_ranks: list[int]
-    """Of each node: one a device. A launcher tells their sum alone: one number."""
-    launched: Launched | None = None
-    """This process's place, if a launcher has started it."""
-    store: dist.Store | None = None
-    """Where the launcher's ranks meet."""
-    nodes: Nodes | None = None
-    """The other nodes, if they were started by hand."""
-    started_at: float = field(default_factory=process_started_at)
+    num_local_ranks: int  # one per device; 1 if a single rank drives them all (data_parallel)
+    launched: Launched | None = None  # the place of this process, if a launcher has started it
+    store: dist.Store | None = None  # where the launcher's ranks meet
 
     @property
-    def num_local_ranks(self) -> int:
-        """One a device; one in all where a single process drives them."""
-        return len(self.devices.names) if self.launched or self.nodes else self.num_ranks[0]
+    def num_ranks(self) -> int:
+        """The ranks of all nodes."""
+        return self.launched.world_size if self.launched else self.num_local_ranks
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """The devices and ranks of this node, agreed with the other nodes. ConfigError for what is not there."""
+    """The devices and ranks of this node. ConfigError for devices that cannot be had."""
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # ids as nvidia-smi shows them; CUDA has not started yet
-    launched = find_launcher(environment, config.launch)
-    if launched is not None:
+    if (launched := find_launcher(environment, config.launch)) is not None:
         return _join(config, launched, environment)
+    if config.launch.nodes > 1:
+        _become_torchrun(config)
     devices = take_devices(config.device_ids, config.launch, environment)
-    if config.launch.nodes == 1:
-        return Node(devices, [1 if config.strategy == "data_parallel" else len(devices.names)])
-    choose_interface(config.launch.network_interface, config.launch.master_addr)
-    nodes = Nodes(config.launch, len(devices.names), fingerprint(config))
-    return Node(devices, nodes.num_devices, nodes=nodes)
+    return Node(devices, 1 if config.strategy == "data_parallel" else len(devices.names))
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
-    raise_if_interrupted()
-    places = [_place(node, local_rank, world_size) for local_rank in range(node.num_local_ranks)]
-    if node.launched is not None:
-        return run_launched_rank(run_fn, config, places[node.launched.local_rank], node.launched)
-    while (code := _attempt(run_fn, config, node, places)) == OUT_OF_MEMORY:
-        config = go_on(config)
-        gc.collect()  # the only rank has run here: its model may be part of a cycle, and still on the GPU
+    devices, num_local_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
+    contexts = [
+        RankContext(
+            rank,
+            world_size,
+            local_rank=rank,
+            local_world_size=num_local_ranks,
+            device=devices[rank],
+            devices=devices[rank::num_local_ranks],
+            device_notes=tuple(node.devices.notes),
+            started_at=processes.STARTED_AT,
+            store=node.store if world_size > 1 else None,
+        )
+        for rank in range(num_local_ranks)
+    ]
+    if (place := node.launched) is not None:
+        context = contexts[place.local_rank]
+        context = replace(context, rank=place.rank, node_rank=place.node_rank, attempt=place.attempt)
+        # A copy of stderr: the other ranks' stderr is their log while they train.
+        console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        return _run_rank(run_fn, config, context, console)
+    while (code := _start_ranks(run_fn, config, contexts)) == processes.OUT_OF_MEMORY:
+        contexts = [replace(context, attempt=context.attempt + 1) for context in contexts]
+        gc.collect()  # a single rank has run here: its model may be part of a cycle, and still on the GPU
         print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
-    if node.nodes is not None:
-        node.nodes.leave(is_failure=code not in (0, *STOPPED))
-        atexit._run_exitfuncs()  # the fork server's folder is removed there
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # a thread of its store's may be inside a call now, where Python's own exit would abort
     return code
 
 
-def _attempt(run_fn: RunFunction, config: Config, node: Node, places: list[RankContext]) -> int:
-    """The exit code of one start of this node's ranks."""
-    if places[0].world_size == 1:
-        return run_rank_here(run_fn, config, places[0])
-    if node.nodes is None:
-        own = serve_local_store()
-        address = "127.0.0.1", own.port, "run"
-        store: dist.Store = dist.PrefixStore("run", own)
-        choose_interface(config.launch.network_interface, "127.0.0.1")
-    else:
-        store, prefix = node.nodes.begin_attempt()
-        address = config.launch.master_addr, config.launch.master_port, prefix
+def serve_local_store() -> dist.TCPStore:
+    """A store for the processes of one machine, on a free port that is taken as long as the store lives."""
+    # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
-    def ask_to_stop(number: int) -> bool:
-        if not ask(lambda: store.check(["stop/ready"]), seconds=5):
-            return False
-        store.set("stop/signal", str(int(number)))
-        return True
 
-    code, failure = run_processes(
-        run_started_rank,
-        [(run_fn, config, place, address) for place in places],
+def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
+    """The exit code of one start of all ranks."""
+    if len(contexts) == 1:
+        with processes.stop_signals_end():
+            return _run_rank(run_fn, config, contexts[0], sys.stderr)
+    store = serve_local_store()
+    choose_interface(config.launch.network_interface, "127.0.0.1")
+    code, failure = processes.run_processes(
+        _run_started_rank,
+        [(run_fn, config, context, store.port) for context in contexts],
+        store,
         start_method=config.launch.start_method,
         environment={name: os.environ[name] for name in PASSED_ON if name in os.environ},
-        ask_to_stop=ask_to_stop,
-        peers=node.nodes,
     )
-    if node.nodes is not None and (ended := node.nodes.ended_elsewhere()) is not None:
-        other, code = ended
-        print(f"node {other} ended first, with exit code {code}: it says why", file=sys.stderr)
-    elif failure is not None and code != OUT_OF_MEMORY:
-        print_failure(failure, places[failure.local_rank])
+    if failure is not None and code != processes.OUT_OF_MEMORY:
+        print_failure(failure, contexts[failure.rank])
     return code
 
 
-PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""What this process sets: a fork server's children have the environment of the server's start."""
+def _run_started_rank(run_fn: RunFunction, config: Config, context: RankContext, port: int) -> int:
+    timeout = timedelta(minutes=2 * config.launch.timeout_minutes)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    return _run_rank(run_fn, config, replace(context, store=store))
 
 
-def _place(node: Node, local_rank: int, world_size: int) -> RankContext:
-    launched, nodes = node.launched, node.nodes
-    if launched is not None:
-        rank, node_rank = launched.rank, launched.node_rank
-    else:
-        rank, node_rank = (nodes.first_rank + local_rank, nodes.node_rank) if nodes else (local_rank, 0)
-    return RankContext(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=node.num_local_ranks,
-        node_rank=node_rank,
-        device=torch.device(node.devices.names[local_rank]),
-        devices=tuple(map(torch.device, node.devices.names[local_rank :: node.num_local_ranks])),
-        device_notes=tuple(node.devices.notes),
-        started_at=node.started_at,
-        store=node.store,
-    )
+def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None = None) -> int:
+    """The exit code of one rank: join the group, run, leave. A failure is printed on `console`, if there is one."""
+    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
+    torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
+
+    def fail(text: str, code: int) -> int:
+        """Tell why this rank fails, unless another has failed before: then this one has only lost its connection."""
+        failure, is_first = processes.Failure(context.rank, code, text), True
+        if context.store is not None:
+            try:  # a connection of its own: another thread may wait for an answer on that one
+                store, words = context.store.clone(), json.dumps(failure)  # type: ignore[attr-defined]
+                is_first = store.compare_set(processes.FAILURE, "", words) == words.encode()
+            except dist.DistError:  # had the store's holder failed by itself, it would have said why
+                failure = failure._replace(text=f"rank 0, or its launcher, is gone ({text.strip().splitlines()[-1]})")
+        if console is not None and is_first:
+            print_failure(failure, context, console)
+        return code
+
+    set_context(replace(context, report=fail))
+    code = 0
+    try:
+        if config.launch.debug:
+            # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
+            os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
+            dist.set_debug_level_from_env()  # torch has read the environment when it was imported
+        # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
+        minutes = 2 * config.launch.timeout_minutes + config.launch.wait_minutes
+        join_group(context, config.launch.backend, timedelta(minutes=minutes))
+        _check_alike(config)
+        run_fn(context.rank, context.world_size, config)
+    except ConfigError as error:
+        return fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return processes.STOPPED[0]
+    except StopRun as stop:
+        code = stop.exit_code
+    except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
+        return fail(traceback.format_exc(), 1)
+    if code in (
+        0,
+        *processes.STOPPED,
+    ):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
+        leave_group()
+    return code
+
+
+def print_failure(failure: processes.Failure, context: RankContext, console: TextIO | None = None) -> None:
+    """Print on stderr the traceback, headed by rank, host and device; or the one line of a user's mistake."""
+    heading = f"rank {context.rank} ({socket.gethostname()}, {context.device}) failed:\n"
+    text = f"error: {failure.text}" if failure.exit_code == 2 else heading + failure.text
+    print(text, file=console or sys.stderr, flush=True)
+
+
+def _check_alike(config: Config) -> None:
+    """ConfigError on all ranks if one of them has another version of torch, another config or other sources."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
+    own = {"torch": torch.__version__, "config": same, "digest of all sources": hashlib.sha256(sources).hexdigest()}
+    first, *others = broadcast_object(gather_objects(own))
+    for rank, other in enumerate(others, start=1):
+        if lines := differing_keys(first, other):
+            raise ConfigError(f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike.")
+
+
+def _become_torchrun(config: Config) -> None:
+    """Replace this process by torchrun, as scripts/multi_node.sh starts it on each of several nodes."""
+    launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
+    meeting: dict[str, object] = {"NNODES": launch.nodes, "NODE_RANK": launch.node_rank, "PYTHON": sys.executable}
+    meeting |= {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
+    os.execvpe("bash", ["bash", str(script), *sys.argv[1:]], os.environ | {k: str(v) for k, v in meeting.items()})
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
     """The node as its launcher has cut it. Local rank 0 takes the devices for its neighbours."""
-    if config.launch.nodes != 1:
-        raise ConfigError(
-            f"launch.nodes={config.launch.nodes}: {launched.launcher} has started this process, and says itself how "
-            "many nodes there are. Leave launch.nodes at 1."
-        )
     if config.strategy == "data_parallel":
+        raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
+    processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
+    address, port, num_ranks = launched.master_addr, launched.master_port, launched.local_world_size
+    choose_interface(config.launch.network_interface, address)
+    timeout = timedelta(minutes=config.launch.timeout_minutes + config.launch.wait_minutes)
+    is_served_here = launched.rank == 0 and not launched.is_store_served
+    try:
+        server = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
+    except (dist.DistError, OSError) as error:
         raise ConfigError(
-            f"strategy={config.strategy}: one process drives all devices, and {launched.launcher} has started one for "
-            "each. Type `python run.py`, or set strategy=ddp."
-        )
-    die_with_parent(PARENT_AT_START)  # torchrun's agent, when killed, leaves its ranks behind
-    choose_interface(config.launch.network_interface, launched.master_addr)
-    timeout = arrival_timeout(config.launch)
-    store, launched = open_store(launched, timeout)
-    # mpirun says nothing of its nodes, and may deal its ranks out to them in any order.
-    key = f"devices/{socket.gethostname() if launched.launcher == 'mpirun' else launched.node_rank}"
+            f"MASTER_ADDR={address} MASTER_PORT={port}: rank {launched.rank} finds no store there ({one_line(error)}). "
+            "Start every rank, or set launch.master_addr and launch.master_port."
+        ) from None
+    # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
+    store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
+    devices = Devices([], [])
     if launched.local_rank == 0:
         try:
-            is_plain = config.device_ids == "auto"
-            wanted = f"auto:{launched.local_world_size}" if is_plain else config.device_ids
-            # After a restart the killed ranks' memory and locks may take a moment to be free.
-            patience = max(config.launch.wait_minutes, 0.5) if launched.attempt else config.launch.wait_minutes
-            options = replace(config.launch, wait_minutes=patience)
-            devices = take_devices(wanted, options, environment, is_cpu_enough=is_plain)
-        except ConfigError as error:
-            store.set(key, f"error: {error}")
-            raise
-        store.set(key, " ".join(devices.names))
+            devices = _take_for_ranks(num_ranks, config, launched, environment)
+        finally:
+            store.set(key, json.dumps(devices.names))
+    elif names := json.loads(store.get(key)):
+        devices = Devices(names, [])
     else:
-        try:
-            store.wait([key], timeout)
-        except dist.DistError as error:
-            raise missing("local rank 0, which chooses devices,", launched.local_world_size, timeout, error) from None
-        answer = store.get(key).decode()
-        if answer.startswith("error: "):
-            raise ConfigError(answer.removeprefix("error: "))
-        devices = Devices(answer.split(), [])
-    return Node(_matched(config, devices, launched), [launched.world_size], launched, store)
+        raise StopRun(2)  # local rank 0 says why it has found none
+    return Node(devices, num_ranks, launched, store)
 
 
-def _matched(config: Config, devices: Devices, launched: Launched) -> Devices:
-    """One device for each rank that the launcher has started on this node, or a ConfigError with both numbers."""
-    names, num_ranks = devices.names, launched.local_world_size
-    if names == ["cpu"] and config.device_ids == "auto":
-        return devices._replace(names=["cpu"] * num_ranks)
-    if len(names) == num_ranks:
-        return devices
-    options = {"torchrun": "--nproc-per-node=", "deepspeed": "--num_gpus=", "srun": "--ntasks-per-node="}
-    how = f"{options.get(launched.launcher, '-np ')}{len(names)}"
-    raise ConfigError(
-        f"device_ids={one_line(config.device_ids)}: names {len(names)} devices, but {launched.launcher} started "
-        f"{num_ranks} ranks on this node. Use {how}, or name {num_ranks} devices."
-    )
+def _take_for_ranks(num_ranks: int, config: Config, launched: Launched, environment: Mapping[str, str]) -> Devices:
+    """One device for each rank that the launcher has started on this node."""
+    is_auto = config.device_ids == "auto"
+    # After a restart the killed ranks' memory and locks may take a moment to be free.
+    options = replace(config.launch, wait_minutes=max(config.launch.wait_minutes, 0.5 if launched.attempt else 0.0))
+    wanted = f"auto:{num_ranks}" if is_auto else config.device_ids
+    devices = take_devices(wanted, options, environment, is_cpu_enough=is_auto)
+    if (number := len(devices.names)) != num_ranks:
+        raise ConfigError(
+            f"device_ids={one_line(config.device_ids)}: names {number} devices, but {launched.launcher} started "
+            f"{num_ranks} ranks on this node. Start {number} ranks, or name {num_ranks} devices."
+        )
+    return devices

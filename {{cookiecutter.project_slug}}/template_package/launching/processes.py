@@ -1,198 +1,209 @@
-"""Starts one process per rank on this node, watches them, and ends them together.
-
-The launcher says what each rank runs; this file knows only processes: the first that fails ends the others, and none
-outlives its parent.
-"""
+"""Starts the processes of ranks and watches them: the first failure ends all, and none outlives its parent."""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .starting import ENDINGS, choose_start_method, die_with_parent, die_with_pipe, note_request, signals_held_back
+from ..errors import StopRun
 
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a rank that was asked to stop and has saved its work."""
-DONE = 64
-"""Exit code of a rank that has come to its end. 0 is what one ends with that somebody else's code has ended."""
-ASKED = "asked to stop: saving after this step (Ctrl-C again: at once)"
-OUT_OF_MEMORY = 75
-"""Exit code of a rank that ran out of memory and has written a smaller size down: the ranks start again."""
-END_SECONDS = 30.0
-"""A process that waits for a disk which does not answer does not even die of SIGKILL."""
+if TYPE_CHECKING:  # the launching process starts the fork server before it imports torch
+    from torch.distributed import Store
+
+STARTED_AT = time.time()  # this file is imported first
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
+STOP_MESSAGE = "asked to stop: saving after this step (Ctrl-C again: at once)"
+
+# Exit codes of a rank.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and has saved its work
+DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
+OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
+
+# Keys of the store that all ranks of one start share.
+READY = "stop/ready"  # set once the ranks can stop by themselves
+STOP = "stop/signal"  # the signal that asks all ranks to stop
+BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when it heard of the request
+HANG = "hang/found"  # set by the first rank that finds a hang
+FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
+
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic")
+
+early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank ended: `text` is a traceback, or the one line of a user's mistake (exit_code 2)."""
+class Failure(NamedTuple):
+    """The reason why a rank ended. text: a traceback, or the one line of a user's mistake (exit_code 2)."""
 
-    local_rank: int
+    rank: int
     exit_code: int
     text: str
-    time: float
 
 
-Report = Callable[[Failure], None]
+def num_usable_cores() -> int:
+    """Cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Peers(Protocol):
-    """The launching processes of the other nodes."""
-
-    def announce(self, code: int) -> None:
-        """Tell them that ranks of this node have failed."""
-
-    def has_ended(self) -> bool:
-        """Whether one of them has told that, or is gone."""
+def start_fork_server() -> None:
+    """Start the server that forks the ranks: it imports what is slow once, while this process reads the config."""
+    # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    with signals_blocked():
+        forkserver.ensure_running()
 
 
 def run_processes(
     work: Callable[..., int],
     arguments: Sequence[tuple[Any, ...]],
+    store: Store,
     *,
     start_method: str,
     environment: Mapping[str, str],
-    ask_to_stop: Callable[[int], bool],
-    peers: Peers | None = None,
 ) -> tuple[int, Failure | None]:
-    """The exit code of `work(*arguments[i], report)` run in one process for each i, and the first failure.
+    """The exit code of `work(*arguments[i])`, run in one process for each rank i, and the failure that ended them.
 
-    environment: variables that all of them have. ask_to_stop(signal number) is called on the first SIGINT or
-    SIGTERM and returns False if the ranks cannot stop by themselves yet; then, on a second Ctrl-C, and when a peer has
-    ended, they are killed.
+    A stop signal is passed on through the store. It kills ranks that are not READY there, as a second Ctrl-C kills all.
+    environment: variables that all processes get: children of a fork server have those of its start.
     """
-    context: Any = multiprocessing.get_context(choose_start_method(start_method))
-    processes: list[BaseProcess] = []
-    reports: list[Connection] = []
-    with _Signals() as signals:  # before the first rank starts: Ctrl-C would leave some of them waiting for the others
+    default = "forkserver" if sys.platform == "linux" else "spawn"
+    context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
+    processes = [context.Process(target=_main, args=(work, own, environment)) for own in arguments]
+    signals: list[int] = []
+    # Before the first rank starts, which would wait for others. What is ignored already (by nohup) stays so.
+    with _handled_by(signals.append, [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]):
         try:
-            for own_arguments in arguments:
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_main, args=(work, own_arguments, environment, sender))
-                with signals_held_back():
+            with signals_blocked():
+                for process in processes:
                     process.start()
-                sender.close()
-                processes.append(process)
-                reports.append(receiver)
-            return _supervise(processes, reports, signals, ask_to_stop, peers)
-        except BaseException:
-            for process in processes:
-                process.kill()
-            raise
+            _wait(processes, signals, store)
+            if any(process.exitcode is None for process in processes) and not signals:
+                time.sleep(0.2)  # ranks that fell together: let them end, and judge by all
+            codes = [process.exitcode for process in processes]
+        finally:
+            for process in (process for process in processes if process.pid is not None):
+                process.kill()  # SIGKILL: a rank inside a collective answers to nothing else
+    for process in processes:
+        process.join(30.0)  # one that waits for a dead disk does not even answer to SIGKILL
+    failure = _find_failure(codes, store)
+    if failure is not None and not (signals and failure.exit_code == OUT_OF_MEMORY):
+        return failure.exit_code, failure
+    if all(code == DONE for code in codes):
+        return 0, None  # a request to stop came too late
+    return 128 + signals[0] if signals else max(code for code in codes if code in STOPPED), None
 
 
-def _supervise(
-    processes: list[BaseProcess],
-    reports: list[Connection],
-    signals: _Signals,
-    ask_to_stop: Callable[[int], bool],
-    peers: Peers | None,
-) -> tuple[int, Failure | None]:
-    is_asked = False
+def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) -> None:
+    """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(_has_failed(process) for process in processes):
-            break
-        if peers is not None and peers.has_ended():
-            break
-        if signals.received.count(signal.SIGINT) > 1:
-            break
-        if signals.received and not is_asked:
-            is_asked = True
-            if not ask_to_stop(signals.received[0]):
-                break
-            print(ASKED, file=sys.stderr)
-    codes = [_known(p.exitcode) for p in processes if _has_failed(p)]
-    is_stopped = bool(signals.received) and OUT_OF_MEMORY in codes  # it would begin again
-    if peers is not None and codes:
-        # At once: their ranks are about to lose their connections to these.
-        peers.announce(128 + signals.received[0] if is_stopped else max(codes))
-    if alive and not signals.received:
-        time.sleep(0.2)  # ranks that fell together: let the reports arrive, and judge by the first
-    failures = _failures(processes, reports)
-    for process in processes:
-        process.kill()  # SIGKILL: a rank inside a collective does not answer to anything else
-    deadline = time.monotonic() + END_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():  # Python would wait for it at its own end
-            multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
-    if failures and not is_stopped:
-        return failures[0].exit_code, failures[0]
-    if all(process.exitcode == DONE for process in processes):
-        return 0, None  # the request came too late
-    stopped = [128 + number for number in signals.received] + [
-        code for p in processes if (code := p.exitcode) in STOPPED
-    ]
-    return (stopped[0] if stopped else 0), None
+        if any(_is_failure(process.exitcode) for process in processes) or signals.count(signal.SIGINT) > 1:
+            return
+        if signals and not store.check([STOP]):
+            if not store.check([READY]):
+                return
+            store.set(STOP, str(int(signals[0])))
+            print(STOP_MESSAGE, file=sys.stderr)
 
 
-def _has_failed(process: BaseProcess) -> bool:
-    return process.exitcode not in (None, DONE, *STOPPED)
+def _is_failure(code: int | None) -> bool:
+    return code not in (None, DONE, *STOPPED)
 
 
-def _known(code: int | None) -> int:
-    return code if code in (2, OUT_OF_MEMORY) else 1
+def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
+    """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
+    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
+    silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
+    if failed and not silent and store.check([FAILURE]):
+        return Failure(*json.loads(store.get(FAILURE)))
+    for rank, code in silent or failed:
+        text = f"ended with exit code {code}, without a word"
+        if code < 0:
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            text = f"killed by {signal.Signals(-code).name}{hint}"
+        return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text)
+    return None
 
 
-def _failures(processes: list[BaseProcess], reports: list[Connection]) -> list[Failure]:
-    """What went wrong, the cause first: a killed rank says nothing, and its neighbours report lost connections."""
-    failures = []
-    for local_rank, (process, report) in enumerate(zip(processes, reports, strict=True)):
-        code = process.exitcode
-        if report.poll():
-            try:
-                failures.append(report.recv())
-                continue
-            except EOFError:
-                pass
-        if code is not None and code < 0:
-            text = f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
-            failures.append(Failure(local_rank, 1, text, 0.0))
-        elif _has_failed(process):
-            text = f"ended by itself, with exit code {code}" + (
-                " (or its fork server was killed)" if code == 255 else ""
-            )
-            failures.append(Failure(local_rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, 0.0))
-    return sorted(failures, key=lambda failure: failure.time)
+def _main(work: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+    """The life of a started rank."""
+    from .distributed import end_process
 
-
-def _main(
-    work: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str], report: Connection
-) -> NoReturn:
     os.environ.update(environment)
-    for number in ENDINGS:  # they reach the whole group: the launching process, or later StopRequest, decides
-        signal.signal(number, note_request if number in (signal.SIGTERM, signal.SIGUSR1) else signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. Others may be for this rank.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: early_requests.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
     launching_process = multiprocessing.parent_process()
-    assert launching_process is not None
-    die_with_pipe(launching_process.sentinel)  # the parent that the system knows is the fork server
-    code = work(*arguments, report.send)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or DONE)  # gloo's threads abort about one interpreter exit in ten (torch 2.13)
+    if sys.platform == "linux" and launching_process is not None:
+        # The parent that the system knows is the fork server. This pipe is closed when the launching process is gone.
+        pipe = launching_process.sentinel
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
+        if wait([pipe], timeout=0):
+            os._exit(1)
+    end_process(work(*arguments) or DONE)
 
 
-class _Signals:
-    """Collects what asks the run to stop, while the ranks run; then puts the handlers back."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the system kill this process when its parent is gone, now if that is no more `parent` (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
 
-    def __enter__(self) -> _Signals:
-        self.received: list[int] = []
-        wanted = [number for number in ENDINGS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
-        self._previous = {number: signal.signal(number, self._receive) for number in wanted}
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Processes started in the body begin with the stop signals blocked: a fork server would otherwise die of them."""
+    resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
-    def _receive(self, number: int, _frame: object) -> None:
-        self.received.append(number if number == signal.SIGINT else signal.SIGTERM)
+
+@contextmanager
+def stop_signals_end() -> Iterator[None]:
+    """Inside this context, SIGTERM and its like exit with 143. (Once training has begun, StopRequest handles them.)"""
+
+    def end(number: int) -> None:
+        raise StopRun(128 + number)
+
+    with _handled_by(end, [n for n in STOP_SIGNALS if signal.getsignal(n) is signal.SIG_DFL]):
+        yield
+
+
+@contextmanager
+def _handled_by(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Inside this context, call `handle` with the number of each of these signals: SIGINT, or SIGTERM for others."""
+
+    def handler(number: int, _: FrameType | None) -> None:
+        handle(number if number == signal.SIGINT else signal.SIGTERM)
+
+    former = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler_before in former.items():
+            signal.signal(number, handler_before)

@@ -1,12 +1,14 @@
-"""How gradients and state are shared: one file a strategy, chosen by `strategy:` in config.yaml."""
+"""Strategies: how gradients and state are shared. One file each, chosen by `strategy:` in config.yaml."""
 
 from importlib import import_module
-from typing import Any
 
 from ..config import Config
+from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from ..validation import ConfigError
-from .base import Strategy
+from .base import Strategy, weighted
+from .numerics import settle_precision
+
+__all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
@@ -16,10 +18,9 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
         return Strategy(config.training, context)
     options = getattr(config, config.strategy, config.ddp)  # the strategy's own section, if it has one
     try:
-        module = import_module(f".{config.strategy}", __package__)
-        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-        kind: Any = next(value for value in own if isinstance(value, type) and issubclass(value, Strategy))
-        strategy: Strategy = kind(config.training, context, options)
+        strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(
+            config.training, context, options
+        )
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"strategy={config.strategy}: {error.name} is not installed. Type: "

@@ -1,10 +1,8 @@
-"""Hugging Face Accelerate: its Accelerator wraps the model, scales, clips and steps.
+"""Hugging Face Accelerate: its Accelerator wraps the model, pauses the sharing of gradients and runs backward.
 
-What it decides elsewhere is decided before it here: the ranks by the launcher, micro-batches by the loader, the rest by
-config.yaml. So `accelerate launch` starts processes and no more: what it asks for beyond that is refused.
+config.yaml and the launcher decide the rest before Accelerate is asked. So `accelerate launch` may start the ranks, and
+anything else that it asks for is refused. The base class clips and steps: Accelerate would call the same functions.
 """
-
-from __future__ import annotations
 
 import os
 import warnings
@@ -18,14 +16,15 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import Tensor, nn
 
 from ..config import DdpConfig, TrainingConfig
-from ..launching.distributed import RankContext, changed_environment, launch_variables
-from ..validation import ConfigError
-from .base import BuildOptimizer, weighted
+from ..errors import ConfigError
+from ..launching.distributed import RankContext
+from .base import weighted
 from .ddp import DistributedDataParallelStrategy
+from .library_environment import changed_environment, launch_variables
 
 
 class AccelerateStrategy(DistributedDataParallelStrategy):
-    """An Accelerator over the process group that is there."""
+    """An Accelerator over the process group that exists already."""
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         super().__init__(config, context, options)
@@ -37,61 +36,33 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         self._accelerator = _create_accelerator(self.precision, context, options)
         self.scaler = self._accelerator.scaler or self.scaler
 
-    def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """As the base; Accelerate steps the optimizer, which stays torch's for all else."""
-        super().prepare(model, build_optimizer)
-        if build_optimizer is not None:
-            self._stepper = self._accelerator.prepare_optimizer(self.optimizer)
-
     def wrap(self, module: nn.Module) -> Any:
         """The module in Accelerate's DDP; with one rank the module itself."""
         with warnings.catch_warnings():  # torch has renamed an argument
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             return self._accelerator.prepare_model(module)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Accelerate's precision."""
-        context: AbstractContextManager[Any] = self._accelerator.autocast()
-        return context
-
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Its no_sync() on all but the last: Accelerator.accumulate() would count equal micro-batches."""
+        """no_sync() on all but the last micro-batch. Accelerator.accumulate() would count equal micro-batches."""
         if is_last_micro_batch:
             return super().accumulate(is_last_micro_batch=True)
         context: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
         return context
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients, scaled for fp16."""
         self._accelerator.backward(weighted(loss, weight))
-
-    def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """As the base's."""
-        self._check_averaged()
-        norm: Tensor | None = None
-        if max_gradient_norm is not None:
-            norm = self._accelerator.clip_grad_norm_(self.module.parameters(), max_gradient_norm)
-        if self.scaler.is_enabled():  # Accelerate does not see that a fused optimizer has skipped a step
-            self._step_scaled()
-        else:
-            self._stepper.step()
-        self._stepper.zero_grad()
-        return norm
-
-    def _step_and_update(self) -> None:
-        self._stepper.step()
 
 
 def _create_accelerator(precision: str, context: RankContext, options: DdpConfig) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
-        broadcast_buffers=False,  # at each forward; before evaluating and saving it is done all the same
+        broadcast_buffers=False,  # as in ddp.py: buffers are copied before evaluating and saving
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
         comm_hook=DDPCommunicationHookType(options.gradient_compression.replace("none", "no")),
     )
     place: dict[str, str | None] = dict(launch_variables(context))
-    if context.world_size == 1:  # it would join a group of its own
+    if context.world_size == 1:  # with these it would join a group of its own
         place = dict.fromkeys(place)
     place["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # it would choose another number
     place |= {name: None for name in os.environ if name.startswith("ACCELERATE_")}
@@ -105,27 +76,28 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the weights hold the division
                 kwargs_handlers=[ddp],
             )
-    except NotImplementedError as error:  # GPUs and drivers that it knows to fail
+    except NotImplementedError as error:  # Accelerate knows GPUs and drivers on which it fails
         raise ConfigError(f"strategy=accelerate: {' '.join(str(error).split())}") from None
 
 
 def _check_launcher(precision: str) -> None:
-    """ConfigError if `accelerate launch`, or the file that `accelerate config` wrote, asks for what is set here."""
+    """ConfigError if `accelerate launch`, or the file of `accelerate config`, asks for something that is set here."""
     asked = {name: value.lower() for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-    mixed = asked.get("ACCELERATE_MIXED_PRECISION", "no")
-    if mixed not in ("no", precision):
-        raise ConfigError(
-            f"training.precision={precision}: accelerate launch asks for {mixed}. Start it with --mixed_precision no, "
-            f"or set training.precision={mixed}."
-        )
-    if asked.get("ACCELERATE_DYNAMO_BACKEND", "no") != "no":
-        raise ConfigError(
-            "training.compile: accelerate launch asks for torch.compile. Start it with --dynamo_backend no, and set "
-            "training.compile=true."
-        )
-    plugins = [name for name, value in asked.items() if name.startswith("ACCELERATE_USE_") and value == "true"]
-    if plugins := [name.removeprefix("ACCELERATE_USE_").lower() for name in plugins if not name.endswith("_CPU")]:
-        raise ConfigError(
-            f"strategy=accelerate: accelerate launch asks for {', '.join(plugins)}. Start it with --multi_gpu, or "
-            "set strategy=fsdp or strategy=deepspeed."
-        )
+    mixed = asked.pop("ACCELERATE_MIXED_PRECISION", "no")
+    prefix, is_cpu = "ACCELERATE_USE_", "ACCELERATE_USE_CPU"
+    plugins = [name for name in asked if name.startswith(prefix) and name != is_cpu and asked[name] == "true"]
+    names = ", ".join(name.removeprefix(prefix).lower() for name in plugins)
+    refused = {
+        f"training.precision={precision}: accelerate launch asks for {mixed}. Start it with --mixed_precision no, or "
+        f"set training.precision={mixed}.": mixed not in ("no", precision),
+        "training.compile: accelerate launch asks for torch.compile. Start it with --dynamo_backend no, and set "
+        "training.compile=true.": asked.get("ACCELERATE_DYNAMO_BACKEND", "no") != "no",
+        f"strategy=accelerate: accelerate launch asks for {names}. Start it with --multi_gpu, or set strategy=fsdp or "
+        "strategy=deepspeed.": bool(plugins),
+    }
+    for message, is_asked in refused.items():
+        if is_asked:
+            raise ConfigError(message)
+
+
+STRATEGY = AccelerateStrategy

@@ -1,24 +1,20 @@
-"""How numbers are computed, whatever the strategy: precision, TF32, determinism, BatchNorm, recomputed activations; and
-which optimizers can make a step.
-"""
-
-from __future__ import annotations
+"""How numbers are computed, whatever the strategy: precision, TF32, determinism, BatchNorm, recomputed activations."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config, TrainingConfig
+from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
-from ..validation import ConfigError
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -31,8 +27,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
-    """The config with `auto` resolved for all ranks together: what the least able of their devices computes in."""
-    choices = ("fp32", "fp16", "bf16")
+    """The config with `auto` resolved for all ranks together: by the least able of their devices."""
+    choices: tuple[Literal["fp32"], Literal["fp16"], Literal["bf16"]] = ("fp32", "fp16", "bf16")
     own = choices.index(resolve_precision(config.training.precision, context.device))
     common = int(all_reduce(torch.tensor(own, device=context.device), dist.ReduceOp.MIN))
     return replace(config, training=replace(config.training, precision=choices[common]))
@@ -54,8 +50,8 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     return converted
 
 
-def own_statistics(model: nn.Module) -> set[str]:
-    """The names of BatchNorm's statistics: each rank's own until they are synchronised."""
+def unsynchronized_statistics(model: nn.Module) -> set[str]:
+    """The names of BatchNorm's statistics: each rank has its own until buffers are synchronized."""
     return {
         f"{name}.{key}".removeprefix(".")
         for name, module in model.named_modules()
@@ -64,10 +60,19 @@ def own_statistics(model: nn.Module) -> set[str]:
     }
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block, an entry of the outermost ModuleList or Sequential, keep only inputs and run again in backward.
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ModuleLists and Sequentials."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            yield child
+        else:
+            yield from blocks(child)
 
-    Chen et al. 2016, arXiv:1604.06174. ConfigError if the model has no such blocks.
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let each block keep only its inputs, and run again in backward (Chen et al. 2016, arXiv:1604.06174).
+
+    ConfigError if the model has no blocks.
     """
     found = list(blocks(model))
     if not found:
@@ -76,16 +81,16 @@ def checkpoint_activations(model: nn.Module) -> None:
             "again. Put its layers in one, or set training.activation_checkpointing=false."
         )
     for block in found:
-        contexts = partial(_contexts, [module for module in block.modules() if isinstance(module, _BatchNorm)])
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, norms))
 
 
 def _contexts(norms: list[_BatchNorm]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _counted_once(norms)
+    return nullcontext(), _statistics_kept(norms)
 
 
 @contextmanager
-def _counted_once(norms: list[_BatchNorm]) -> Iterator[None]:
+def _statistics_kept(norms: list[_BatchNorm]) -> Iterator[None]:
     """In the body, the second forward of a step, BatchNorm's running statistics stay as the first has left them."""
     former = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms if norm.track_running_stats]
     counts = [None if count is None else count.clone() for _, _, count in former]
@@ -98,22 +103,3 @@ def _counted_once(norms: list[_BatchNorm]) -> Iterator[None]:
             norm.momentum = momentum
             if count is not None and former_count is not None:
                 count.copy_(former_count)
-
-
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ModuleLists and Sequentials."""
-    for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            yield child
-        else:
-            yield from blocks(child)
-
-
-def check_step(optimizer: Optimizer) -> Optimizer:
-    """The optimizer. ConfigError if its step() computes losses itself: here the gradients are there before it."""
-    if isinstance(optimizer, LBFGS):
-        raise ConfigError(
-            "build_optimizer() in model.py returned LBFGS, whose step() computes losses itself: it must make a step "
-            "from the gradients that are there. Return AdamW or SGD, for example."
-        )
-    return optimizer

@@ -2,153 +2,145 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects
+from ..data.loader import EvaluationLoader, loss_weight_of
+from ..data.random_state import generators_restored
+from ..data.reading import move
+from ..errors import ConfigError
+from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
-from ..validation import ConfigError, FailureError
-from .evaluation_loader import EvaluationLoader
-from .fetching import MicroBatch
-from .finite import name_bad
-from .logs import get_logger
-from .memory import is_out_of_memory
-from .metrics import compute_over_ranks, higher_is_better, keep_apart, names_of_scalars
-from .report import METRIC, build_report, report_stem, write_report
-from .stopping import Interrupted
-from .watchdog import beat
-from .weighing import weight_of
-from .workers import samples_named
+from .stopping import Interrupted, beat
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+CONFUSION_MATRIX = "confusion_matrix"
+logger = logging.getLogger(__name__)
 
 
 class Evaluator:
     """Evaluates a strategy's model on one data set, as often as it is asked to."""
 
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
-        self._loader = EvaluationLoader(
-            dataset,
-            config.loader,
-            context,
-            micro_batch_size=config.evaluation.micro_batch_size,
-            name=name,
-            collate=getattr(user_data, "collate", None),
-        )
-        self._metrics = keep_apart(user_model.build_metrics(config.model).to(context.device))
-        self._context, self._split, self.num_samples = context, name, self._loader.num_samples
-        self._label_names: list[str] | None = getattr(dataset, "label_names", None)
-        self._matrix: list[list[int]] | None = None
-        """The last run's confusion matrix, if there is a metric of that name."""
+        self._loader = EvaluationLoader(dataset, config.loader, context, name)
+        self._config, self._context, self._split = config.evaluation, context, name
+        self._metrics = user_model.build_metrics(config.model).to(context.device)
+        for metric in _all_metrics(self._metrics):
+            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
+        self._label_names: list[str] = getattr(dataset, "label_names", None) or []
+        self._values: dict[str, Any] = {}
+        self.num_samples = self._loader.num_samples
+        share = -(-config.training.global_batch_size // context.world_size)
+        size = config.training.micro_batch_size
+        self.set_micro_batch_size(share if size == "auto" else size)
 
-    def check_metric(self, metric: str, mode: str) -> None:
-        """ConfigError if `evaluation.metric` is not among what evaluation will give, or is better the other way."""
-        names = ["loss", *names_of_scalars(self._metrics)]
-        if metric not in names:
-            raise ConfigError(
-                f"evaluation.metric={metric}: not among this model's metrics ({', '.join(names)}). "
-                "Name one of these, or add it to build_metrics() in model.py."
-            )
-        is_higher_better = higher_is_better(self._metrics, metric)  # of the loss config_rules.py knows it
-        if is_higher_better is not None and is_higher_better != (mode == "max"):
-            right = "max" if is_higher_better else "min"
-            raise ConfigError(
-                f"evaluation.mode={mode}: would keep the worst checkpoint: the more evaluation.metric={metric} is, the "
-                f"{'better' if is_higher_better else 'worse'}. Set evaluation.mode={right}."
-            )
+    def set_micro_batch_size(self, size: int) -> None:
+        """Take the training micro-batch, which is known to fit, for `auto`: the smallest of all ranks."""
+        common = all_reduce(torch.tensor(size, device=self._context.device), dist.ReduceOp.MIN)
+        self._size = int(common) if self._config.micro_batch_size == "auto" else self._config.micro_batch_size
 
     @torch.no_grad()
-    def run(self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True) -> dict[str, float]:
+    def run(
+        self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, max_batches: int | None = None
+    ) -> dict[str, float]:
         """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
 
-        may_go_on: asked before each batch; Interrupted if it says no, on all ranks alike.
+        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike.
         """
         strategy.synchronize_buffers()
         strategy.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
-        is_asked = True
-        for micro_batch in self._loader:
+        for micro_batch in self._loader.read(self._size, max_batches):
             beat()
-            if is_asked and not may_go_on():
+            if not may_go_on():
                 raise Interrupted
-            is_asked = micro_batch.request.is_last  # as often on every rank, however small its parts
-            for part in self._parts(strategy, micro_batch):
-                totals += part
-        strategy.module.train()
-        loss_sum, weight = all_reduce(totals).tolist()
-        values = compute_over_ranks(self._metrics)
-        self._matrix = values.get(METRIC)
-        return {
-            "loss": loss_sum / weight if weight else math.nan,
-            **{k: float(v) for k, v in values.items() if not isinstance(v, list)},
-        }
-
-    def check_finite(self, values: dict[str, float], metric: str, step: int, save: Callable[[], None]) -> None:
-        """FailureError, after a last `save`, if loss and metric of what run() gave are no numbers; all ranks call it.
-        If it is one of them, a warning: the model can still be told from one that has come to nothing.
-        """
-        bad_names = [name for name in dict.fromkeys(("loss", metric)) if not math.isfinite(values[name])]
-        if not bad_names:
-            return
-        words = f"the {self._split} {bad_names[0]} after step {step} is not finite"
-        if bad_names == [metric] != ["loss"]:
-            get_logger().warning("warning: %s: this evaluation cannot be the best.", words)
-            return
-        if metric not in bad_names:
-            get_logger().warning("warning: %s; evaluation.metric=%s is, so the run goes on.", words, metric)
-            return
-        get_logger().warning("%s: looking for samples with a NaN or infinity", words)
-        save()  # while the evaluation is pending: the next start begins with it
-        found = gather_objects(self._loader.find_non_finite())
-        bad: list[int] = from_main(lambda: sorted({index for of_rank in found or [] for index in of_rank}))
-        named = name_bad(bad) or "none was found to hold a NaN or infinity: look at the model and compute_loss"
-        raise FailureError(
-            f"{words}. Of the {self.num_samples} samples {named}. Mend that, and the same command continues."
-        )
-
-    def write_report(self, directory: Path, checkpoint: str, step: int) -> None:
-        """Write what the last run's confusion matrix tells of this checkpoint, if there is one; rank 0 writes."""
-        if self._matrix is not None and self._context.is_main:
-            title = f"{self._split}, checkpoint {checkpoint} (step {step})"
-            report = build_report(title, self._matrix, self._label_names or [])
-            write_report(report_stem(directory, self._split, checkpoint), report)
-
-    def _parts(self, strategy: Strategy, micro_batch: MicroBatch) -> Iterator[Tensor]:
-        """(2,) float64, loss x weight and weight, of a micro-batch; of its parts, once memory has run out here."""
-        size = len(micro_batch.request.indices)
-        results = self._forward(strategy, micro_batch) if size <= self._loader.limit else None
-        if results is None:
-            for part in self._loader.parts(micro_batch.request):
-                yield from self._parts(strategy, part)
-        elif micro_batch.request.num_samples:
-            loss, outputs = results
-            weight = weight_of(micro_batch, self._context)
-            if len(self._metrics):
-                with samples_named(micro_batch.request.indices):
+            with strategy.autocast():
+                loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+            if micro_batch.request.num_samples:
+                if len(self._metrics):
                     user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
-            # A mean over nothing may be 0/0; here no gradient comes of it.
-            yield torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
+                weight = loss_weight_of(micro_batch, self._context)
+                # A mean over nothing may be 0/0; here no gradient comes of it.
+                totals += torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
+        strategy.module.train()
+        loss_sum, weight_sum = all_reduce(totals).tolist()
+        self._values = _compute_over_ranks(self._metrics)
+        numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
+        return {"loss": loss_sum / weight_sum if weight_sum else math.nan, **numbers}
 
-    def _forward(self, strategy: Strategy, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | None:
-        """Loss and outputs; None if memory has run out and half the samples may fit."""
-        size = len(micro_batch.request.indices)
-        try:
-            with strategy.autocast(), samples_named(micro_batch.request.indices):
-                return user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if size == 1 or strategy.has_collective_forward:
-                error.add_note(f"in evaluation, with {size} of evaluation.micro_batch_size samples")
-                raise
-        self._loader.limit = -(-size // 2)
-        words = "rank %d: out of memory in evaluation with %d samples, trying %d"
-        get_logger().warning(words, self._context.rank, size, self._loader.limit)
-        return None
+    def rehearse(self, strategy: Strategy) -> None:
+        """Evaluate one micro-batch. ConfigError if evaluation.metric is not among the names that come of it."""
+        metric, mode = self._config.metric, self._config.mode
+        with generators_restored(*self._context.devices):
+            names = [*self.run(strategy, max_batches=1)]
+        if others := ", ".join(sorted(self._values.keys() - {*names, CONFUSION_MATRIX})):
+            logger.warning("warning: no single number, so not recorded: %s of build_metrics()", others)
+        if metric not in names:
+            problem = f"not among the numbers that an evaluation gives ({', '.join(names)})"
+            raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it.")
+        is_higher_better = getattr(dict(self._metrics.items()).get(metric), "higher_is_better", None)
+        right = mode if is_higher_better is None else "max" if is_higher_better else "min"
+        if mode != right:
+            problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
+            raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={right}.")
+
+    def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
+        """Write the scores of each class, if there is a confusion matrix; the path without suffix. Rank 0 writes."""
+        if CONFUSION_MATRIX not in self._values or not self._context.is_main:
+            return None
+        from ..tracking.confusion_matrix import write_report
+
+        stem = directory / "reports" / f"{self._split}_{checkpoint}"
+        title = f"{self._split}, checkpoint {checkpoint} (step {step})"
+        write_report(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
+        return stem
+
+
+def _all_metrics(metrics: MetricCollection) -> list[Metric]:
+    from torchmetrics import Metric
+
+    return [module for module in metrics.modules() if isinstance(module, Metric)]
+
+
+def _compute_over_ranks(metrics: MetricCollection) -> dict[str, Any]:
+    """Numbers by name, or nested lists of them, the same on every rank; all ranks call it. The metrics begin anew.
+
+    Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
+    entry: ranks with different numbers of entries wait for each other or crash, and one without samples computes nan.
+    """
+
+    def compute() -> dict[str, Any]:
+        with warnings.catch_warnings():  # rank 0 may have seen no sample itself
+            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
+            values = metrics.compute()
+        return {str(name): value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+    states = gather_objects(pack([metric.metric_state for metric in _all_metrics(metrics)]))
+    if states is not None and len(states) > 1:  # on rank 0
+        for metric, parts in zip(_all_metrics(metrics), zip(*map(unpack, states), strict=True), strict=True):
+            for name, reduce in metric._reductions.items():
+                setattr(metric, name, _unite([move(part[name], metric.device) for part in parts], reduce))
+    values: dict[str, Any] = from_main(compute)
+    metrics.reset()
+    return values
+
+
+def _unite(parts: list[Any], reduce: Any) -> Any:
+    """One state from those of all ranks: lists joined, as one rank with all samples holds them; tensors reduced."""
+    if isinstance(parts[0], list):
+        return [*chain(*parts)]
+    return reduce(torch.stack(parts)) if reduce else torch.stack(parts)

@@ -1,32 +1,48 @@
-"""Lets all ranks stop after the same step when one of them is asked to (SIGTERM, Ctrl-C).
+"""Ends a run in order: all ranks stop after the same step when one is asked to, and a run that hangs is ended.
 
-Nothing is added to a step but the comparison of two integers: a thread watches the store. When a request appears there,
-each rank holds before its next step (or batch of an evaluation), says how many it has begun, and goes on to the
-furthest that any has begun: a rank that waited for the others inside a step of theirs would wait for ever.
+Threads watch the store, so a step pays for comparing two integers. When a request to stop appears there, each rank
+holds before its next step (or batch of an evaluation), reports how many it has begun, and goes on to the furthest that
+any has begun, since the other ranks are needed to finish that one.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
+
+from ..config import LaunchConfig
+from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.meeting import UNHEARD
-from ..launching.processes import ASKED
-from ..launching.starting import ENDINGS, RunEnds, early_requests
-from .logs import get_logger
+from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS, early_requests
 
 POLL_SECONDS = 0.2
+logger = logging.getLogger(__name__)
+_num_beats = 0
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """The run stops in the middle of an evaluation, which the next start repeats."""
+    """The run stops in the middle of an evaluation; the next start repeats it."""
+
+
+def beat() -> None:
+    """Note that this rank makes progress: a step, an evaluation batch, a save."""
+    global _num_beats  # noqa: PLW0603 - one process is one rank
+    _num_beats += 1
 
 
 class StopRequest:
-    """`allows()` is asked before each step and each batch of an evaluation; `signal_number` tells why it said no."""
+    """Ask `allows()` before each step and each batch of an evaluation; `signal_number` tells why it said no."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
@@ -34,45 +50,40 @@ class StopRequest:
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
-        wanted = [
-            n for n in ENDINGS if n in (signal.SIGTERM, signal.SIGUSR1) or signal.getsignal(n) is not signal.SIG_IGN
-        ]
+        wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         if context.store is not None:
             if early_requests:
                 self._received, self._limit = signal.SIGTERM, -1  # no step before all ranks know
-            # A connection of its own: one that waits for an answer would hold up the other.
+            # A connection of its own: a thread that waits for an answer would hold up the other.
             self._store = context.store.clone()  # type: ignore[attr-defined]
-            self._store.set("stop/ready", "1")
+            self._store.set(READY, "1")
             threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Put the former signal handlers back."""
+        """Restore the former signal handlers."""
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if kind is RunEnds and self._context.store is None and self._received is not None:
-            raise RunEnds(128 + self._received)  # out of memory: the only rank would begin again
+        if kind is StopRun and self._context.store is None and self._received is not None:
+            raise StopRun(128 + self._received)  # out of memory: the only rank would begin again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
+        beat()
         self._begun += 1
         if self._begun > self._limit:
             self._decided.wait()
-            if self._begun > self._limit:
-                if self._received is None and self._is_asked_here():  # not torchrun, which takes our end for a crash
-                    self._store.set(UNHEARD, str(self.signal_number))
-                return False
-        return True
+        return self._begun <= self._limit
 
     def exit_unless(self, is_complete: bool) -> None:
-        """RunEnds(128 + signal number) if the run was asked to stop before it was complete."""
+        """Raise StopRun(128 + signal number) if the run was asked to stop before it was complete."""
         if not is_complete and self.signal_number is not None:
-            get_logger().info("saved: the same command continues")
-            raise RunEnds(128 + self.signal_number)
+            logger.info("saved: the same command continues")
+            raise StopRun(128 + self.signal_number)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         number = number if number == signal.SIGINT else signal.SIGTERM
@@ -80,25 +91,62 @@ class StopRequest:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         self._received = number
         if self._context.store is None:
-            print(ASKED, file=sys.stderr)
+            print(STOP_MESSAGE, file=sys.stderr)
             self.signal_number, self._limit = number, self._begun
             self._decided.set()
 
-    def _is_asked_here(self) -> bool:
-        """Whether it was a rank of this node that was asked: agents ask all ranks of their node, and no others."""
-        return self._store.check(["stop/node"]) and int(self._store.get("stop/node")) == self._context.node_rank
-
     def _watch(self) -> None:
-        while not self._store.check(["stop/signal"]):
+        while not self._store.check([STOP]):
             if self._received is not None:
-                self._store.set("stop/node", str(self._context.node_rank))
-                self._store.set("stop/signal", str(self._received))
+                self._store.set(STOP, str(self._received))
             elif self._closed.wait(POLL_SECONDS):
                 return
-        # First the limit, then the reading: whichever comes first, this rank has begun no step that it does not report.
+        # Set the limit before reading the counter, so that no step can start unreported.
         self._limit = -1
-        self._store.set(f"stop/begun/{self._context.rank}", str(self._begun))
-        begun = [int(self._store.get(f"stop/begun/{rank}")) for rank in range(self._context.world_size)]
-        self.signal_number = int(self._store.get("stop/signal"))
+        self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
+        begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
+        self.signal_number = int(self._store.get(STOP))
         self._limit = max(begun)
         self._decided.set()
+
+
+@contextmanager
+def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
+    """End all ranks if this one makes no progress in the body for launch.timeout_minutes; the logs get all stacks."""
+    is_over = threading.Event()
+    thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_over: threading.Event) -> None:
+    store = context.store.clone() if context.store else None  # type: ignore[attr-defined]
+    timeout = 60 * timeout_minutes
+    interval = min(1.0, timeout / 10)
+    seen, seconds, looked_at = _num_beats, 0.0, time.monotonic()
+    while not is_over.wait(interval):
+        now = time.monotonic()
+        # Count the time awake: a run that was halted meanwhile (Ctrl-Z) has not hung.
+        seconds = seconds + min(now - looked_at, 2 * interval) if seen == _num_beats else 0.0
+        seen, looked_at = _num_beats, now
+        try:
+            if store is not None and store.check([FAILURE]):
+                os._exit(1)  # a rank has failed and said why; srun does not end the others, which wait for it
+            if seconds <= timeout and not (store is not None and store.check([HANG])):
+                continue
+            if store is not None:
+                store.set(HANG, "1")
+        except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
+            return
+        path = directory / "logs" / f"rank_{context.rank}.log"
+        with suppress(OSError), path.open("a", encoding="utf-8") as log:
+            faulthandler.dump_traceback(log)
+        time.sleep(2 * interval)  # the other ranks write their stacks too, before the first end kills them
+        problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"
+        stacks = f"{directory}/logs/rank_*.log hold the stacks of all ranks"
+        context.report(f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1)
+        os._exit(1)

@@ -1,9 +1,5 @@
-"""Data for the tests: regression on fixed random numbers, with what the tests switch on."""
+"""Data for the tests: regression on fixed random numbers."""
 
-import errno
-import os
-import signal
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,23 +15,9 @@ class DataConfig:
     dtype: str = "float32"
     noise: float = 0.0
     """Random augmentation of training items."""
-    whole_batches: bool = False
-    failing_index: int = -1
-    """Reading this sample raises."""
-    nan_index: int = -1
-    """This training sample holds a NaN."""
-    odd_index: int = -1
-    """This sample has another shape."""
-    num_missing: int = 0
-    """So many samples less can be read than the data set says it has."""
-    kills_worker: bool = False
-    """The system ends the process that reads a sample."""
-    stuck_index: int = -1
-    """Reading this sample takes an hour."""
     min_length: int = 1
-    """Lengths of samples are drawn from this …"""
     max_length: int = 1
-    """… to this."""
+    """Lengths of samples are drawn from min_length to max_length."""
 
 
 class Batch(NamedTuple):
@@ -55,37 +37,21 @@ class Numbers(Dataset[Any]):
         self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
         high = config.max_length + 1
         self.lengths = torch.randint(config.min_length, high, (num_samples,), generator=generator).to(dtype)
-        if seed == 1 and config.nan_index >= 0:
-            self.inputs[config.nan_index, 2] = torch.nan
-        self.noise, self.failing_index, self.config = noise, config.failing_index, config
+        self.noise = noise
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> Batch:
-        if index == self.failing_index:
-            raise OSError(errno.EIO, f"cannot read the file of sample {index} in process {os.getpid()}")
-        if index == self.config.stuck_index:
-            time.sleep(3600)
-        if self.config.kills_worker and torch.utils.data.get_worker_info() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index >= len(self.inputs) - self.config.num_missing:
-            raise IndexError(f"there is no sample {index} any more")
-        inputs = self.inputs[index][: 5 if index == self.config.odd_index else 6]
+        inputs = self.inputs[index]
         if self.noise:
             inputs = inputs + self.noise * torch.randn_like(inputs)
         return Batch(inputs, self.targets[index], self.lengths[index])
 
 
-class WholeBatches(Numbers):
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return Batch(self.inputs[indices], self.targets[indices], self.lengths[indices])
-
-
 def build_datasets(config: DataConfig) -> tuple[Numbers, Numbers, Numbers]:
-    kind = WholeBatches if config.whole_batches else Numbers
     return (
-        kind(config, config.num_samples, 1, config.noise),
-        kind(config, config.num_validation, 2, 0.0),
-        kind(config, 11, 3, 0.0),
+        Numbers(config, config.num_samples, 1, config.noise),
+        Numbers(config, config.num_validation, 2, 0.0),
+        Numbers(config, 11, 3, 0.0),
     )

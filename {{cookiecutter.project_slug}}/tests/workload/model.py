@@ -1,12 +1,7 @@
-"""A model for the tests: six tensors, and faults that the tests switch on."""
+"""A model for the tests: six tensors, with a loss of the kind that loss_weight is for, and a fault."""
 
-import ctypes
-import os
-import signal
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,20 +19,17 @@ class ModelConfig:
     dtype: str = "float32"
     is_weighted: bool = False
     """The loss is a mean over the samples' lengths, not over samples."""
-    has_unused_parameter: bool = False
+    seconds_per_step: float = 0.0
     fault: str = "none"
-    """What goes wrong on fault_rank at fault_step, see compute_loss."""
+    """raise: fault_rank fails in fault_step."""
     fault_rank: int = 1
     fault_step: int = 3
-    seconds_per_step: float = 0.0
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     model: Any = nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Dropout(config.dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
     ).to(getattr(torch, config.dtype))
-    if config.has_unused_parameter:
-        model.unused = nn.Parameter(torch.zeros(3))
     model.config, model.num_calls = config, 0
     module: nn.Module = model
     return module
@@ -46,82 +38,18 @@ def build_model(config: ModelConfig) -> nn.Module:
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     module: Any = getattr(model, "module", model)
     config = module.config
-    module.num_calls += module.training
-    time.sleep(config.seconds_per_step if module.training else seconds_per_evaluation())
-    time.sleep(0.06 if (config.fault, rank()) == ("slow", config.fault_rank) else 0)
-    inputs = batch.inputs
-    outputs = module(inputs) if config.fault == "bypass" else model(inputs)
-    if (config.fault, rank()) == ("skip", config.fault_rank):
-        outputs = outputs.detach() + module[-1].bias
-    is_due = module.training and rank() == config.fault_rank and module.num_calls == config.fault_step + 2
-    if config.fault == "skip_later" and is_due:
-        outputs = outputs.detach() + module[-1].bias
-    if (config.fault, rank()) == ("memory_in_evaluation", config.fault_rank) and not module.training:
-        run_out_of_memory(outputs) if len(outputs) > 8 else None
+    outputs = model(batch.inputs)
     errors = (outputs - batch.targets).square().mean(1)
     loss = errors.mean()
     if config.is_weighted:
         loss = (errors * batch.lengths).sum() / batch.lengths.sum().clamp(min=1)
-    if module.training and rank() == config.fault_rank:
-        is_late = module.num_calls > config.fault_step + 1  # the first calls are rehearsals
-        is_short = config.fault == "memory_probe" or (config.fault == "memory_later" and is_late)
-        if is_short and len(outputs) > 2:
-            outputs.register_hook(run_out_of_memory)  # in backward, where most memory is needed
-        elif is_due:
-            FAULTS.get(config.fault, lambda _: None)(module)
+    if module.training:
+        time.sleep(config.seconds_per_step)
+        module.num_calls += 1
+        is_due = config.fault == "raise" and module.num_calls == config.fault_step + 2  # two calls are rehearsals
+        if is_due and torch.distributed.is_initialized() and torch.distributed.get_rank() == config.fault_rank:
+            raise ArithmeticError("the fault that the test asked for")
     return loss, outputs
-
-
-def seconds_per_evaluation() -> float:
-    """From a file: a run goes on with the config that it began with."""
-    path = Path(__file__).parents[1] / "seconds_per_evaluation"
-    return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
-
-
-def run_out_of_memory(_: Tensor) -> None:
-    raise torch.OutOfMemoryError("the fault that the test asked for")
-
-
-def fail(_: nn.Module) -> None:
-    raise ArithmeticError("the fault that the test asked for")
-
-
-def flip_lowest_bit(module: nn.Module) -> None:
-    """Of the 7th element of the third parameter."""
-    parameter = list(module.parameters())[2]
-    parameter.data.flatten().view(torch.int32)[6] ^= 1
-
-
-def kill_once(_: nn.Module) -> None:
-    """Not again after torchrun's restart."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def clutch(_: nn.Module) -> None:
-    """C code that keeps Python's lock."""
-    print("clutched", flush=True)
-    ctypes.PyDLL(None).sleep(3600)
-
-
-FAULTS: dict[str, Any] = {
-    "kill_once": kill_once,
-    "clutch": clutch,
-    "hang": lambda _: time.sleep(3600),
-    "freeze": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": fail,
-    "exit": lambda _: sys.exit("the user's own end"),
-    "exit_75": lambda _: sys.exit(75),
-    "exit_143": lambda _: sys.exit(143),
-    "vanish": lambda _: os._exit(0),
-    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "terminate": lambda _: os.kill(os.getpid(), signal.SIGTERM),
-    "flip": flip_lowest_bit,
-}
-
-
-def rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":

@@ -8,16 +8,17 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from template_package.launching.starting import warm_up
+from template_package.launching.processes import start_fork_server
 
 
 def run(folder: str, script: str, words: list[str]) -> int:
     """The exit code of `python <script>.py <words>`, typed in the folder, with that folder's modules."""
-    package = warm_up.__module__.partition(".")[0]
     for name in list(sys.modules):
-        if name.partition(".")[0] in (package, "run", "many_runs"):
+        if name.partition(".")[0] in ("template_package", "run", "session"):
             del sys.modules[name]
     os.chdir(folder)
     sys.path[0], sys.argv = folder, [f"{script}.py", *words]
@@ -33,8 +34,25 @@ def run(folder: str, script: str, words: list[str]) -> int:
     return code
 
 
+def main(arguments: list[str]) -> int:
+    """The exit code of several trainings in the same ranks, to save starts: '[["name=a", ...], ["name=b", ...]]'."""
+    from template_package.config import load_config
+    from template_package.launching.launcher import find_node, launch
+
+    configs = [load_config(Path("config.yaml"), words) for words in json.loads(arguments[0])]
+    node = find_node(configs[0])
+    return launch(partial(train_all, configs), configs[0], node, node.num_ranks)
+
+
+def train_all(configs: list[Any], rank: int, world_size: int, _: Any) -> None:
+    from run import run_fn
+
+    for config in configs:
+        run_fn(rank, world_size, config)
+
+
 if __name__ == "__main__":
-    warm_up(["device_ids=cpu,cpu"], Path("config.yaml"))
+    start_fork_server()
     with os.fdopen(int(sys.argv[1]), "w") as replies:
         for line in sys.stdin:
             print(run(**json.loads(line)), file=replies, flush=True)

@@ -1,0 +1,125 @@
+"""A new project passes its own tests, ruff and mypy, run as its owner would, and still does after the first changes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_bake import CHOICES, named
+
+from baking import bake, plain_environment
+from post_gen_project import set_value
+
+EXAMPLES = CHOICES["example"]
+OTHER_ANSWERS = [
+    {"device_ids": "0,2"},
+    {"device_ids": "cpu,cpu", "license": "none"},
+    *({key: value} for key in ("extra_strategies", "tools", "tracker") for value in CHOICES[key][1:]),
+]
+ANSWERS = [answers | {"example": example} for answers, example in zip(OTHER_ANSWERS, itertools.cycle(EXAMPLES))]
+"""Every answer to the other questions once, each time with the next example."""
+NAMES = [{"example": example, "package_name": name} for example in EXAMPLES for name in ("ab", "z" * 40)]
+"""The shortest and the longest name of a package: renaming changes the length of lines."""
+CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "."])
+
+
+def run_module(project: Path, *words: str) -> str:
+    """What `python -m WORDS` prints in the project; it must succeed."""
+    result = subprocess.run(
+        [sys.executable, "-m", *words],
+        check=False,
+        cwd=project,
+        env=plain_environment({"PYTHONDONTWRITEBYTECODE": "1"}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+    assert result.returncode == 0, f"{words}:\n{result.stdout}"
+    return result.stdout
+
+
+def num_passed(project: Path, *words: str) -> int:
+    """Runs the project's own tests and returns their number; every one must pass."""
+    found = re.search(r"(\d+) passed", run_module(project, "pytest", "-p", "no:cacheprovider", *words))
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_new_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
+    project = bake(template, tmp_path, example=example)
+    assert num_passed(project) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ANSWERS, ids=named)
+def test_own_tests_of_config_model_and_data_pass_for_every_answer(
+    template: Path, tmp_path: Path, answers: dict[str, str]
+) -> None:
+    project = bake(template, tmp_path, **answers)
+    assert num_passed(project, "-k", "config or model or dataset") > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", NAMES + ANSWERS, ids=named)
+def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
+    project = bake(template, tmp_path, **answers)
+    for words in CHECKS:
+        run_module(project, *words)
+
+
+def test_model_and_data_of_the_small_examples_pass_their_tests(template: Path, tmp_path: Path) -> None:
+    """The quick part of the tests above, for every `make test`."""
+    for example in ("stub", "text"):
+        project = bake(template, tmp_path, example=example, project_slug=example, package_name="z" * 40)
+        assert num_passed(project, "tests/test_model.py", "tests/test_dataset.py") > 5
+
+
+# Written as many published models are: no annotations, unused imports, a lambda with a name, long lines, `l` as a name.
+OWNERS_MODEL = """
+import math, os
+import inspect
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+import tiktoken_that_is_not_installed
+new_gelu = lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))  # a long line
+
+class BlockNUMBER(nn.Module):
+
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.mlp = nn.ModuleDict(dict(c_fc = nn.Linear(config.n_embd, 4 * config.n_embd), c_proj = nn.Linear(4 * config.n_embd, config.n_embd)))
+
+    def forward(self, x, l=None):
+        if l == None: l = self.ln_1(x)
+        return x + self.mlp.c_proj(new_gelu(self.mlp.c_fc(l)))
+"""  # noqa: E501
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_owner_may_bring_a_model_edit_the_trainer_and_change_the_config(template: Path, tmp_path: Path) -> None:
+    project = bake(template, tmp_path)
+    package, config = project / "ddp_experiment", project / "config.yaml"
+    blocks = [OWNERS_MODEL.replace("NUMBER", str(number)) for number in range(20)]
+    (package / "gpt.py").write_text("".join(blocks), encoding="utf-8")
+    assert len("".join(blocks).splitlines()) > 350
+    with (package / "model.py").open("a", encoding="utf-8") as model:
+        model.write("\n\ndef another_model(config):\n    from .gpt import Block7\n    return Block7(config)\n")
+    with (package / "trainer.py").open("a", encoding="utf-8") as trainer:
+        trainer.write("\nimport time\n\nSTARTED_AT = time.time()\n")
+    text = config.read_text(encoding="utf-8")
+    changes = {"schedule.warmup_steps": "10", "training.epochs": "3", "optimizer.learning_rate": "1e-4"}
+    for key, value in changes.items():
+        text = set_value(text, key, value)
+    config.write_text(text, encoding="utf-8")
+    run_module(project, "ruff", "check", ".")
+    run_module(project, "mypy", ".")
+    assert num_passed(project) > 30

@@ -1,0 +1,233 @@
+"""The checks of `run.py doctor`, in their order.
+
+The process that waits for the answers imports this file too, so torch and the user's files are imported in functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import ConfigError
+from ...files import run_directory
+from ...launching.gpus import GIB, find_gpus, gpu_table
+from ...launching.processes import die_with_parent
+from .. import CommandLine
+
+if TYPE_CHECKING:
+    from ...config import Config
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+DRIVER = Path("/proc/driver/nvidia/version")
+LINK_SECONDS = 22.0  # after the start; the waiting process has a little more patience
+
+
+class Finding(NamedTuple):
+    """One line of the answer. status: ok, warning (a run may work) or broken (it will not)."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+@dataclass
+class Machine:
+    """The results of some checks that later ones need. devices: as torch calls those that a run would take now."""
+
+    line: CommandLine
+    links_end_at: float
+    nvml: Any = None
+    config: Config | None = None
+    devices: list[str] = field(default_factory=list)
+
+
+class Check(NamedTuple):
+    """remedy: for its findings without one of their own, and if it fails or hangs itself."""
+
+    name: str
+    find: Callable[[Machine], Iterator[Finding]]
+    remedy: str
+
+
+def run_checks(line: CommandLine) -> int:
+    """Make all checks, and write the findings of each to stdout as one line of JSON."""
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # the words of model.py and of libraries go to stderr
+    die_with_parent()
+    machine, has_torch = Machine(line, time.monotonic() + LINK_SECONDS), True
+    for check in CHECKS:
+        try:
+            findings = list(check.find(machine)) if has_torch else []
+        except ConfigError as error:
+            detail, _, remedy = str(error).splitlines()[0].partition(". ")
+            findings = [Finding(check.name, "broken", detail, remedy)]
+        except (Exception, SystemExit) as error:
+            has_torch = check.find is not check_torch
+            findings = [Finding(check.name, "broken", describe(error))]
+            if not isinstance(error, OSError):
+                traceback.print_exception(error)
+        findings = [f._replace(remedy="" if f.status == "ok" else f.remedy or check.remedy) for f in findings]
+        print(json.dumps(findings), file=report, flush=True)
+    return 0
+
+
+def check_versions(_: Machine) -> Iterator[Finding]:
+    """Python and the libraries against pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    project, problems = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"], {}
+    wanted = [f"python{project['requires-python']}", *project["dependencies"]]
+    for name, specifier in ((entry.name, entry.specifier) for entry in map(Requirement, wanted)):
+        try:
+            found = platform.python_version() if name == "python" else version(name)
+            if not specifier.contains(found, prereleases=True):
+                problems[name] = f"{name} is {found}, {specifier} wanted"
+        except PackageNotFoundError:
+            problems[name] = f"{name} is missing"
+    status = "broken" if problems.keys() & {"python", "torch"} else "warning" if problems else "ok"
+    yield Finding("versions", status, "; ".join(problems.values()) or f"{len(wanted)} as {PYPROJECT.name} wants them")
+
+
+def check_shared_memory(_: Machine) -> Iterator[Finding]:
+    """/dev/shm, through which loader workers hand over batches and NCCL the data of GPUs without a link."""
+    size = shutil.disk_usage("/dev/shm")
+    detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
+    yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
+
+
+def check_open_files(_: Machine) -> Iterator[Finding]:
+    """The number of files that a process may have open: loader workers hand over each tensor as one."""
+    limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    status = "ok" if limit == resource.RLIM_INFINITY else _grade(limit, fine=1024, enough=256)
+    yield Finding("open files", status, f"at most {limit}")
+
+
+def check_hostname(_: Machine) -> Iterator[Finding]:
+    """The address of the host's name: torchrun and SLURM let nodes meet by their names."""
+    name = socket.gethostname()
+    try:
+        yield Finding("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
+    except OSError as error:
+        yield Finding("hostname", "warning", f"{name} has no address ({error.strerror})")
+
+
+def check_disk(_: Machine) -> Iterator[Finding]:
+    """The space where runs/ lies, or will lie."""
+    runs = run_directory("any").parent
+    place = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
+    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+        file.write(bytes(2**20))
+    free = shutil.disk_usage(place).free
+    yield Finding("disk", _grade(free, fine=5 * GIB, enough=0), f"{place} has {free / GIB:.1f} GiB free")
+
+
+def check_torch(_: Machine) -> Iterator[Finding]:
+    """The import of torch."""
+    import torch
+
+    yield Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+
+
+def check_config(machine: Machine) -> Iterator[Finding]:
+    """The config, and with it the import of model.py and dataset.py."""
+    machine.config = machine.line.load_config()
+    yield Finding("config", "ok", f"name={machine.config.name}, strategy={machine.config.strategy}")
+
+
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    """The driver, whether torch sees its GPUs, and the free memory of each."""
+    import torch
+
+    gpus = find_gpus(os.environ, machine.nvml)
+    problem = gpus.problem or _cuda_problem(len(gpus.visible))
+    is_harmless = problem.startswith("NVML: ") if gpus.present else not DRIVER.exists()  # Jetson, AMD; no GPU
+    status, remedy = "ok" if is_harmless or not problem else "broken", ""
+    if problem.startswith("CUDA_VISIBLE_DEVICES"):
+        status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
+    elif not (torch.version.cuda or torch.version.hip):
+        remedy = "Type: python -m pip install --force-reinstall torch --index-url URL, URL from pytorch.org/get-started"
+    detail = f"{len(gpus.visible)} of {len(gpus.present)} GPUs can be used{f' ({problem})' if problem else ''}"
+    yield Finding("driver", status, detail, remedy)
+    minimum = machine.config.launch.min_free_memory_gib * GIB if machine.config else 0.0
+    remedy = "Wait for it, choose others by device_ids, or lower launch.min_free_memory_gib."
+    for gpu, text in zip(gpus.present, gpu_table(gpus, dict.fromkeys(gpus.visible, "")), strict=True):
+        name, _, detail = text.partition("  ")
+        yield Finding(name, "warning" if gpu.free_memory < minimum else "ok", detail, remedy)
+
+
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    """The devices that a run would take now. Their locks are released at once."""
+    if machine.config is None:
+        return
+    from ...launching.devices import take_devices
+
+    launch = replace(machine.config.launch, wait_minutes=0.0)
+    names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
+    machine.devices, gpus = names, find_gpus(os.environ, machine.nvml)
+    told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if name != "cpu" else name for name in names]
+    warnings = [note for note in notes if note.startswith(("warning: ", "no GPU"))] if gpus.present else []
+    yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
+
+
+def check_links(machine: Machine) -> Iterator[Finding]:
+    """A real all-reduce between each two of those GPUs, and between two CPU ranks: GPU ranks meet by gloo too."""
+    if machine.config is None:
+        return
+    from .links import measure_pairs
+
+    devices = [*(name for name in dict.fromkeys(machine.devices) if name != "cpu"), "cpu", "cpu"]
+    remedy = "If it works with NCCL_P2P_DISABLE=1, switch off ACS or IOMMU in the BIOS; until then runs need it too."
+    for (first, second), result in measure_pairs(devices, machine.config.launch, machine.links_end_at).items():
+        name = "gloo" if devices[first] == "cpu" else f"{devices[first]} and {devices[second]}"
+        status = "ok" if result.endswith("GiB/s") else "broken"
+        yield Finding(name, status, f"all-reduce: {result}", "" if name == "gloo" else remedy)
+
+
+CHECKS = (
+    Check("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
+    Check("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
+    Check("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
+    Check("hostname", check_hostname, "Add a line with its address (one node: 127.0.1.1) and its name to /etc/hosts."),
+    Check("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
+    Check("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
+    Check("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
+    Check("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
+    Check("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
+    Check("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
+)
+
+
+def describe(error: BaseException) -> str:
+    """`ImportError: no such file`, shortened."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _grade(value: float, *, fine: float, enough: float) -> str:
+    return "ok" if value >= fine else "warning" if value >= enough else "broken"
+
+
+def _cuda_problem(num_visible: int) -> str:
+    """The reason why CUDA shows torch less than the driver has; empty if it does not."""
+    import torch
+
+    try:
+        if num_visible:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # raises what device_count() passes over, as an old driver
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    num_seen = torch.cuda.device_count()
+    return "" if num_seen == num_visible else f"torch sees {num_seen} of {num_visible}"

@@ -1,0 +1,83 @@
+"""All-reduces between two ranks, in processes of their own: what hangs there is named, and ended."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
+
+from ...config import LaunchConfig
+from ...launching.distributed import RankContext, end_process, join_group, leave_group
+from ...launching.environment import choose_interface
+from ...launching.gpus import GIB
+from ...launching.launcher import serve_local_store
+from ...launching.processes import die_with_parent
+from .checks import describe
+
+NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
+SILENT = "no answer in time (or one of the two hangs in another pair)"
+
+
+def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> dict[tuple[int, int], str]:
+    """For each two GPUs and each two CPU ranks the speed, as `1.2 GiB/s`, or the problem.
+
+    devices: one for each rank. It returns before `deadline`, a value of time.monotonic().
+    """
+    alike = [(i, j) for i, j in combinations(range(len(devices)), 2) if (devices[i] == "cpu") == (devices[j] == "cpu")]
+    pairs = sorted(alike, key=lambda pair: sum(pair) % len(devices))  # in rounds, whose pairs have no rank in common
+    store = serve_local_store()
+    start: Any = start_processes
+    ranks = start(_run_rank, (devices, pairs, launch, store.port), nprocs=len(devices), join=False, daemon=True)
+    with suppress(dist.DistError):  # some do not answer in time
+        patience = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        store.wait([f"{pair} {rank}" for pair in pairs for rank in pair], patience)
+    results = {}
+    for pair in alike:
+        keys = [f"{pair} {rank}" for rank in pair]
+        answers = [store.get(key).decode() if store.check([key]) else SILENT for key in keys]
+        results[pair] = min(answers, key=lambda answer: (answer.endswith("GiB/s"), answer == SILENT))  # an error first
+    for process in ranks.processes:
+        process.kill()
+    return results
+
+
+def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launch: LaunchConfig, port: int) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    store, device, problem = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank]), ""
+    try:
+        choose_interface(launch.network_interface, launch.master_addr)
+        ones = torch.ones(NUM_FLOATS, device=device)
+    except Exception as error:
+        problem = f"{device}: {describe(error)}"
+    store.set(f"problem {rank}", problem)
+    for pair in (pair for pair in pairs if rank in pair):
+        answer = "; ".join(filter(None, (store.get(f"problem {member}").decode() for member in pair)))
+        if not answer:  # with a problem, the other rank would not come
+            own = RankContext(pair.index(rank), 2, device=device, store=dist.PrefixStore(f"group {pair}", store))
+            backend = "gloo" if device.type == "cpu" else launch.backend
+            try:
+                join_group(own, backend, timedelta(minutes=1))  # it will be killed before
+                answer = _all_reduce(ones.clone())
+                leave_group()
+            except Exception as error:
+                answer = describe(error)
+        store.set(f"{pair} {rank}", answer)
+    end_process(0)
+
+
+def _all_reduce(values: torch.Tensor) -> str:
+    dist.all_reduce(values)  # the first one makes the connections
+    values[0].item()  # waits for the GPU
+    started_at = time.perf_counter()
+    for _ in range(NUM_TIMES):
+        dist.all_reduce(values)
+    is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
+    speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
+    return f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"

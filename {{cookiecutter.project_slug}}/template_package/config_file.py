@@ -1,0 +1,69 @@
+"""Reads config.yaml and `key=value` words into nested dicts of text. config.py turns the text into typed values.
+
+It needs neither torch nor the user's files, so that run.py can start the fork server before those are imported.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError, one_line
+
+
+class _TextLoader(yaml.BaseLoader):
+    """PyYAML's loader that leaves numbers and booleans as text, with null as None and a check for doubled keys."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        text = super().construct_scalar(node)
+        return _null(text, is_quoted=node.style is not None)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if doubled := {key for key in keys if keys.count(key) > 1}:
+            raise ConfigError(f"{', '.join(doubled)}: this key is set twice. Delete one of its lines.")
+        return super().construct_mapping(node, deep=True)
+
+
+def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of the file, changed by the `key=value` words: nested dicts and lists of text and None."""
+    try:
+        settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name the config file: --config PATH.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: holds no settings. Write each as a line of the form key: value.")
+    for position, word in enumerate(overrides):
+        key, equals, text = word.partition("=")
+        if not equals or not key or key[0] in "-+~":
+            following = (
+                [] if equals else [other for other in overrides[position + 1 : position + 2] if "=" not in other]
+            )
+            remedy = f"{key.lstrip('-+~').replace('-', '_') or 'KEY'}={text or ''.join(following) or 'VALUE'}"
+            raise ConfigError(f"{one_line(' '.join([word, *following]))}: a setting is key=value. Write {remedy}.")
+        *sections, name = key.split(".")
+        section = settings
+        for inner in sections:
+            section[inner] = section = section[inner] if isinstance(section.get(inner), dict) else {}
+        section[name] = parse_yaml(text, key) if text[:1] in ("[", "{") else _null(text)
+    return settings
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The content of a YAML text, numbers and booleans left as text. ConfigError names the source and the line."""
+    try:
+        return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
+    except yaml.YAMLError as error:
+        line = (
+            f", line {error.problem_mark.line + 1}"
+            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark
+            else ""
+        )
+        raise ConfigError(f"{source}{line}: not readable as YAML ({one_line(error)}). Correct it there.") from None
+
+
+def _null(text: str, is_quoted: bool = False) -> str | None:
+    if "${" in text:
+        raise ConfigError(f"{one_line(text)}: ${{…}} is not replaced by anything. Write the value itself.")
+    return None if text.lower() in ("null", "~", "") and not is_quoted else text

@@ -1,0 +1,25 @@
+"""The section `deepspeed:` of config.yaml."""
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+
+def _typed(value: Any) -> Any:
+    """The text in nested dicts and lists as JSON reads it, in which DeepSpeed's users write: true, 5e8."""
+    if isinstance(value, dict):
+        return {key: _typed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_typed(item) for item in value]
+    with suppress(ValueError):
+        return json.loads(value.lower() if value in ("True", "False") else value) if isinstance(value, str) else value
+    return value
+
+
+@dataclass
+class Options:
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1  # 1 cuts the optimizer's state, 2 gradients too, 3 weights too
+    extra: Annotated[dict[str, Any], BeforeValidator(_typed)] = field(default_factory=dict)  # keys of DeepSpeed's own

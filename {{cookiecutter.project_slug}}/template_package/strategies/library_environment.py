@@ -1,0 +1,37 @@
+"""Environment variables that Accelerate, DeepSpeed and Horovod read when they start."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ..launching.distributed import RankContext
+
+
+def launch_variables(context: RankContext) -> dict[str, str]:
+    """This rank's place in torchrun's variables. LOCAL_RANK names the GPU, because libraries compute on that one."""
+    return {
+        "RANK": str(context.rank),
+        "WORLD_SIZE": str(context.world_size),
+        "LOCAL_RANK": str(context.local_rank if context.device.index is None else context.device.index),
+        "LOCAL_WORLD_SIZE": str(context.local_world_size),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),  # must be set; nobody connects, the group exists
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
+    }
+
+
+@contextmanager
+def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Set these variables, or unset them (None), inside this context."""
+    former = {name: os.environ.get(name) for name in changes}
+
+    def change(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    change(changes)
+    try:
+        yield
+    finally:
+        change(former)

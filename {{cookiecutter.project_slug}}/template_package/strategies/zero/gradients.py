@@ -1,0 +1,42 @@
+"""Which parameters get a gradient in a step, on this rank: DeepSpeed takes a missing one for zeros, or for another's.
+
+The answer comes before the backward pass is over. So a rank with a gradient missing fails before it shares others.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ...errors import ConfigError
+
+
+class GradientWatch:
+    """Notes each gradient that these parameters of the module get, without waiting for the device."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._missing = set(self._names)
+        for name, parameter in module.named_parameters():
+            if name in self._names:
+                parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
+
+    def check_after(self, loss: Tensor) -> None:
+        """ConfigError at the end of this loss's backward, if a parameter has had no gradient since the last call."""
+        engine: Any = Variable._execution_engine
+        loss.register_hook(lambda _: engine.queue_callback(self._check))  # type: ignore[no-untyped-call]
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self._missing.discard(name)
+
+    def _check(self) -> None:
+        # It does not ask the other ranks, which would be a collective in each step.
+        if self._missing:
+            raise ConfigError(
+                f"strategy=deepspeed: {', '.join(sorted(self._missing))} got no gradient in this step, and DeepSpeed "
+                "takes that for zeros. Freeze them (requires_grad=False), use them in every loss, or set strategy=ddp "
+                "and ddp.find_unused_parameters=true."
+            )
+        self._missing = set(self._names)

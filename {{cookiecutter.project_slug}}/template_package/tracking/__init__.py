@@ -1,0 +1,128 @@
+"""Figures of a run while it goes on: metrics.jsonl, the progress bar or console lines, and the tracker.
+
+A tracker is a file of this folder with a class `Tracker`; logs.py writes the ranks' logs.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ..config import Config, to_dict
+from ..files import disk_failure, write_whole
+from ..launching.distributed import RankContext
+from .logs import console
+
+NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
+logger = logging.getLogger(__name__)
+
+
+class Tracking:
+    """Rank 0 writes and shows; on the other ranks each method does nothing."""
+
+    def __init__(
+        self, directory: Path, config: Config, context: RankContext, *, step: int, is_evaluation_pending: bool,
+        total_steps: int,
+    ) -> None:  # fmt: skip
+        self._is_main, self._first_step, self._total_steps = context.is_main, step, total_steps
+        self._started = time.perf_counter()
+        self._tracker: Any = None
+        wanted = config.logging.progress_bar
+        is_hidden = None if wanted == "auto" else not wanted  # None: unless the console is a terminal
+        tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
+        self._bar = tqdm(
+            initial=step,
+            total=total_steps,
+            file=console(),
+            disable=is_hidden if context.is_main else True,
+            miniters=1,  # the clock alone decides when to draw: steps may become slower
+            mininterval=0.2,
+            dynamic_ncols=True,
+            bar_format="step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}",
+        )
+        if context.is_main:
+            self._path, self._tracker_name = directory / "metrics.jsonl", config.logging.tracker
+            _drop_repeated_lines(self._path, step, is_evaluation_pending)
+            self._metrics = self._path.open("a", encoding="utf-8")
+            if self._tracker_name != "none":
+                self._try_tracker("start", directory, to_dict(config), step)
+
+    def record(self, values: Mapping[str, Any], epoch_loss: float | None = None) -> None:
+        """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it. epoch_loss: at an epoch's end."""
+        if not self._is_main:
+            return
+        try:
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise disk_failure(self._path, error) from error
+        split, step = values["split"], values["step"]
+        scalars = {f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")}
+        self._try_tracker("record", step, scalars)
+        figures = ", ".join(f"{key} {value:.4g}" for key, value in values.items() if key not in NOT_SHOWN)
+        if split != "train":
+            logger.info("step %d: %s %s", step, split, figures)
+            return
+        seconds_per_step = (time.perf_counter() - self._started) / max(1, step - self._first_step)
+        time_left = tqdm.format_interval(seconds_per_step * (self._total_steps - step))
+        speed = f"{values['samples_per_second']:.0f} samples/s, {time_left} left"
+        place = f"step {step}/{self._total_steps}"
+        if epoch_loss is not None:
+            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], place, epoch_loss, speed)
+        elif self._bar.disable:
+            logger.info("%s: %s, %s", place, figures, speed)
+        else:
+            self._bar.set_postfix_str(figures, refresh=False)
+
+    def sync(self) -> None:
+        """Bring all recorded lines to the disk: no checkpoint may be newer than the figures."""
+        if self._is_main:
+            try:
+                os.fsync(self._metrics.fileno())
+            except OSError as error:
+                raise disk_failure(self._path, error) from error
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`. Called at each step: it costs next to nothing unless the bar is due."""
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """End the bar, the tracker and the file."""
+        self._bar.close()
+        if self._is_main:
+            self._try_tracker("close")
+            self._metrics.close()
+
+    def _try_tracker(self, action: str, *arguments: Any) -> None:
+        """Start or call the tracker. Its first failure is a warning and its end: metrics.jsonl has all figures."""
+        try:
+            if action == "start":
+                self._tracker = import_module(f".{self._tracker_name}", __package__).Tracker(*arguments)
+            elif self._tracker is not None:
+                getattr(self._tracker, action)(*arguments)
+        except Exception as error:
+            if str(error).startswith("DataLoader worker"):  # torch raises it wherever this process then is
+                raise
+            self._tracker = None
+            remedy = f" Try: pip install {self._tracker_name}." if isinstance(error, ImportError) else ""
+            words = "warning: logging.tracker=%s has failed (%s) and is left out; metrics.jsonl goes on.%s"
+            logger.warning(words, self._tracker_name, " ".join(str(error).split()), remedy)
+
+
+def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:
+    """Drop the lines that will come again, and one that a killed process left half written."""
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        with suppress(ValueError, TypeError, KeyError):  # half a line
+            values = json.loads(line)
+            comes_again = values["step"] == step and values["split"] != "train" and is_evaluation_pending
+            if values["step"] <= step and not comes_again:
+                kept.append(line)
+    write_whole(path, lambda beside: beside.write_bytes(b"".join(kept)))

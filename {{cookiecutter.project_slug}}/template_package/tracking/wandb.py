@@ -1,0 +1,38 @@
+"""The tracker Weights & Biases: `wandb login` once, or WANDB_MODE=offline."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from ..files import write_whole
+
+
+class Tracker:
+    """Logs scalars to one run of W&B, which the same command continues later."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
+        id_file = directory / "wandb_id.txt"
+        if not id_file.exists():
+            write_whole(id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8"))
+        self._run = wandb.init(
+            project=wandb.setup().settings.project or directory.resolve().parents[1].name,  # WANDB_PROJECT, or ours
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            name=directory.name,
+            dir=str(directory),
+            config=config,
+        )
+        # Steps after the checkpoint come again after a resume; wandb's own step cannot go back.
+        self._run.define_metric("*", step_metric="step")
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Add one point to each curve."""
+        self._run.log({"step": step, **scalars})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

@@ -1,0 +1,242 @@
+"""The training loop: fit, train_step, evaluate, save, resume. The third file, beside model.py and dataset.py, to edit.
+
+data/loader.py decides which samples a rank sees, strategies/ hold the differences between strategies, and each promise
+that takes intricate code (stopping together, equal replicas, exact resume) has a file in training/.
+"""
+
+import logging
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import model as user_model
+from .config import Config
+from .data.loader import TrainLoader, build_datasets
+from .launching.distributed import RankContext, all_reduce, from_main
+from .strategies import create_strategy, settle_precision, weighted
+from .tracking import Tracking
+from .training.checkpoint import CheckpointFolder, load_initial_weights
+from .training.checks import FiniteCheck, check_replicas
+from .training.evaluation import Evaluator
+from .training.optimization import choose_optimizer, learning_rate, set_learning_rate
+from .training.progress import Progress, StepClock
+from .training.rehearsal import MemoryLimit, rehearse
+from .training.resuming import collect_state, describe_resume, find_state, resume
+from .training.run_files import log_devices, run_lock, write_environment, write_summary
+from .training.stopping import Interrupted, StopRequest, beat, hang_watch
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains the user's model on the user's data, as one of `context.world_size` ranks that make the same calls."""
+
+    def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
+        config = settle_precision(config, context)  # a run continues in the precision that it began with
+        self.config, self.context, self.directory = config, context, directory
+        train_data, validation_data, *_ = build_datasets(config, context)
+        training = config.training
+        self.loader = TrainLoader(
+            train_data, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+        )  # fmt: skip
+        self.evaluator = Evaluator(validation_data, "validation", config, context)
+        self.progress = Progress(self.loader.num_samples, training.global_batch_size)
+        all_steps = training.epochs * self.loader.steps_per_epoch
+        self.total_steps = min(all_steps, training.max_steps or all_steps)
+        self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
+        self.clock = StepClock(context.started_at)
+        self.finite = FiniteCheck(context)
+        self.epoch_loss = torch.zeros(2, dtype=torch.float64, device=context.device)  # loss x samples, samples
+        model = user_model.build_model(config.model)
+        if config.checkpoint.initial_weights is not None:
+            load_initial_weights(model, Path(config.checkpoint.initial_weights))
+        self.strategy = create_strategy(config, context)
+        self.strategy.prepare(model.train(), partial(choose_optimizer, config=config.optimizer))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done, or early stopping ended the run before."""
+        patience = self.config.training.early_stopping_epochs
+        is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
+        return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
+
+    def fit(self) -> None:
+        """Train from where the run stands to its end; StopRun(128 + signal number) after a request to stop."""
+        with run_lock(self.directory):
+            self.resume()
+            has_summary = from_main(
+                (self.directory / "summary.json").exists
+            )  # not if it was killed just before its end
+            if self.is_complete and has_summary:
+                ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else "epochs"
+                ended_by = "max_steps" if self.progress.step == self.config.training.max_steps else ended_by
+                words = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
+                self.strategy.close()
+                return logger.info(words, self.config.name, self.progress.describe(), ended_by)
+            with hang_watch(self.context, self.config.launch, self.directory), StopRequest(self.context) as stop:
+                self.train(stop)
+        stop.exit_unless(self.is_complete)
+
+    def train(self, stop: StopRequest) -> None:
+        """Step by step to the end, or to a request to stop; log, save and evaluate where they are due."""
+        memory = self.begin()
+        with suppress(Interrupted):  # in an evaluation, which is then pending
+            if self.progress.is_evaluation_pending:
+                self.evaluate(stop)
+            while not self.is_complete and stop.allows():
+                with memory.watched():
+                    step_loss, gradient_norm = self.train_step()
+                self.after_step(step_loss, gradient_norm)
+                if self.progress.is_evaluation_pending:
+                    self.evaluate(stop)
+                self.tracking.advance(self.progress.step)
+        self.finish()
+
+    def begin(self) -> MemoryLimit:
+        """Find the micro-batch that fits, rehearse a step and an evaluation, and open the files that a run writes."""
+        progress, directory = self.progress, self.directory
+        devices = log_devices(directory, self.context)
+        memory = MemoryLimit(directory, self.context, self.loader)
+        memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch)
+        with memory.watched():
+            rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
+        self.evaluator.set_micro_batch_size(self.loader.micro_batch_size)
+        if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:
+            self.evaluator.rehearse(self.strategy)
+        # Only now: a start that is refused leaves the run's files as they are.
+        self.tracking = Tracking(
+            directory, self.config, self.context, step=progress.step, total_steps=self.total_steps,
+            is_evaluation_pending=progress.is_evaluation_pending,
+        )  # fmt: skip
+        write_environment(directory, self.config, self.context, devices)
+        self.profiler = _profiler(self.config.logging.profile_steps, progress.step, directory, self.context.rank)
+        self.loader.start(progress.epoch, progress.position)
+        self.clock.start(progress.num_samples_seen)
+        return memory
+
+    def train_step(self) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step. Returns this rank's part of the loss (the parts' mean over ranks is the global batch's
+        mean loss) and, if gradients are clipped, their norm. Both stay on the device: nothing here waits for it.
+        """
+        strategy, config, step = self.strategy, self.config, self.progress.step + 1
+        rate = learning_rate(config.schedule, config.optimizer.learning_rate, step, self.total_steps)
+        set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
+        step_loss: Tensor | None = None
+        for (batch, request), weight in self.loader.next_step():
+            with strategy.accumulate(is_last_micro_batch=request.is_last):
+                with strategy.autocast():
+                    loss, _ = user_model.compute_loss(strategy.model, batch)
+                strategy.backward(loss, weight)
+            part = weighted(loss.detach(), weight)
+            step_loss = part if step_loss is None else step_loss + part
+        assert step_loss is not None, "the loader hands out at least one micro-batch a step"
+        return step_loss, strategy.optimizer_step(config.training.max_gradient_norm)
+
+    def after_step(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+        """Count the step, then check, log and save where that is due."""
+        config, progress = self.config, self.progress
+        num_samples = progress.count_step()
+        self.finite.note(step_loss, progress.step)
+        self.epoch_loss += torch.stack(
+            [step_loss.double() * num_samples, torch.full_like(step_loss, num_samples).double()]
+        )
+        if self.profiler is not None:
+            self.profiler.step()
+        every = config.training.check_replicas_every_steps
+        if self.clock.end_first_step() or (every and progress.step % every == 0):
+            check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
+        if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
+            self.log(step_loss, gradient_norm)
+        is_last = progress.step == self.total_steps
+        progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
+        if progress.is_due(config.checkpoint) or is_last:
+            self.save()  # before the evaluation, which the next start repeats if it fails
+
+    def log(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+        """Write the step's figures: of all steps, only these wait for the device."""
+        self.finite.raise_if_found()
+        progress = self.progress
+        loss, epoch_sum, num_samples = all_reduce(torch.cat([step_loss.double().view(1), self.epoch_loss])).tolist()
+        record: dict[str, Any] = {
+            **progress.line("train"),
+            "loss": loss / self.context.world_size,
+            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
+            "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
+        }
+        if gradient_norm is not None:
+            record["gradient_norm"] = gradient_norm.item()
+        self.tracking.record(record, epoch_loss=epoch_sum / num_samples if progress.is_epoch_end else None)
+        if progress.is_epoch_end:
+            self.epoch_loss.zero_()
+
+    def evaluate(self, stop: StopRequest) -> None:
+        """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
+        with self.clock.paused():
+            config, progress = self.config.evaluation, self.progress
+            self.finite.raise_if_found()
+            values = self.evaluator.run(self.strategy, stop.allows)
+            progress.is_evaluation_pending = False
+            record = {**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples}
+            self.tracking.record(record)
+            if progress.judge(values[config.metric], config):
+                self.evaluator.write_report(self.directory, "best", progress.step)
+                self.save(is_best=True)
+
+    def save(self, *, is_best: bool = False) -> None:
+        """Write a checkpoint of the last finished step."""
+        with self.clock.paused():
+            progress = self.progress
+            self.finite.raise_if_found(self.strategy.local_weights(), progress.step)
+            state = collect_state(self.strategy, progress, self.config)
+            beat()  # the disk has the whole of launch.timeout_minutes
+            self.tracking.sync()
+            if state is not None:  # rank 0
+                self.checkpoints.save(state, is_best=is_best)
+            if not is_best:
+                progress.saved = progress.step, progress.is_evaluation_pending
+            beat()
+
+    def resume(self) -> None:
+        """Load the state that the config asks for: the run's last checkpoint, a file's, or none."""
+        found = find_state(self.config, self.checkpoints, is_restart=self.context.attempt > 0)
+        resume(found, self.strategy, self.progress, self.config)
+        if found is not None and not self.is_complete:
+            describe_resume(found, self.config, self.progress.step, self.total_steps)
+
+    def finish(self) -> None:
+        """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""
+        times = self.clock.summary(self.progress.num_samples_seen)
+        if self.progress.saved != (self.progress.step, self.progress.is_evaluation_pending):
+            self.save()
+        self.loader.close()
+        if self.profiler is not None:
+            self.profiler.stop()
+        status = "complete" if self.is_complete else "stopped"
+        counts = {"steps": self.progress.step, "epochs": self.progress.epoch, "best": self.progress.best}
+        summary = {"status": status, **counts, "micro_batch_size": self.loader.micro_batch_size, **times}
+        self.progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
+        self.tracking.close()
+        self.strategy.close()
+        if self.context.is_main:
+            logger.info("%s: %s (%s)", status, self.progress.describe(), self.directory)
+
+
+def _profiler(steps: list[int] | None, steps_done: int, directory: Path, rank: int) -> Any:
+    """A started profiler that writes a trace of these steps (first, last) to profile/rank_<r>.json; None for none."""
+    if steps is None or steps_done >= steps[1]:
+        return None
+    from torch.profiler import profile, schedule
+
+    path, skipped = directory / "profile" / f"rank_{rank}.json", max(0, steps[0] - 1 - steps_done)
+    path.parent.mkdir(exist_ok=True)
+    active = schedule(wait=0, warmup=0, active=steps[1] - skipped - steps_done, repeat=1, skip_first=skipped)
+    profiler = profile(
+        schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path)), record_shapes=True
+    )
+    profiler.start()
+    return profiler

@@ -1,0 +1,110 @@
+"""A shared server to test on: simulated GPUs, and real processes of two users that compete for them."""
+# ruff: noqa: N802 - the functions' names are pynvml's
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from secrets import token_hex
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+
+from template_package.launching.gpus import GIB
+
+OWN_USER = os.geteuid()
+IS_ROOT = OWN_USER == 0
+NOBODY = 65534
+
+
+class SimulatedNvml:
+    """pynvml's functions for GPUs with these GiB free of 40. broken: a GPU that is lost; processes[i]: ids on GPU i.
+
+    Each object has its own UUIDs, and so its own locks: tests that run at the same time do not meet.
+    """
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, *free_gib: float, init_error: int = 0, broken: int = -1) -> None:
+        self.free_gib, self.init_error, self.broken = list(free_gib), init_error, broken
+        self.processes: dict[int, list[int]] = {}
+        self.own, self.num_reads = token_hex(8), 0
+
+    def nvmlInit(self) -> None:
+        if self.init_error:
+            raise pynvml.NVMLError(self.init_error)
+
+    def nvmlDeviceGetCount(self) -> int:
+        self.num_reads += 1
+        return len(self.free_gib)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index == self.broken:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{'abcdef'[handle]}1234567-89ab-{self.own}"
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return f"Simulated {handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        if self.free_gib[handle] < 0:  # as on machines where GPU and CPU share their memory
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return SimpleNamespace(free=int(self.free_gib[handle] * GIB), total=40 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return SimpleNamespace(gpu=10 * handle, memory=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])]
+
+
+@contextmanager
+def child(work: Callable[[Connection], None], uid: int = OWN_USER) -> Iterator[tuple[int, Connection]]:
+    """Run work(its end of a pipe) in a process of that user. Yields process id and pipe; SIGKILL at the body's end."""
+    processes = multiprocessing.get_context("fork")  # starts in milliseconds, so that starts can meet
+    own_end, end = processes.Pipe()
+    process = processes.Process(target=_become, args=(uid, work, end))
+    process.start()
+    try:
+        yield process.pid or 0, own_end
+    finally:
+        process.kill()
+        process.join()
+
+
+def _become(uid: int, work: Callable[[Connection], None], pipe: Connection) -> None:
+    os.umask(0o077)
+    if uid != OWN_USER:
+        os.setgid(uid)
+        os.setuid(uid)
+    work(pipe)
+
+
+def receive(pipe: Connection) -> Any:
+    """The next object that a child sends."""
+    assert pipe.poll(20), "no answer from a child"
+    return pipe.recv()
+
+
+@contextmanager
+def someone_elses_process() -> Iterator[tuple[int, str]]:
+    """The id of another user's process, and that user's name."""
+    if not IS_ROOT:
+        yield 1, "root"
+        return
+    with child(_sleep, NOBODY) as (pid, pipe):
+        receive(pipe)
+        yield pid, "nobody"
+
+
+def _sleep(pipe: Connection) -> None:
+    pipe.send("asleep")
+    time.sleep(60)

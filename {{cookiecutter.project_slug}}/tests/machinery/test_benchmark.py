@@ -1,0 +1,242 @@
+"""`run.py benchmark`: each row is what it says, what cannot run has its reason, and what was measured is never lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from template_package.commands import CommandLine
+from template_package.commands.benchmark import main, rounds
+from template_package.commands.benchmark.report import as_markdown, compare, summarize_runs
+from template_package.commands.benchmark.rounds import Row, find_reason, plan_rows
+from template_package.errors import ConfigError
+
+from conftest import PACKAGE, ROOT, Project
+
+NOT_TRAINING = """
+from ..config import DdpConfig
+from .ddp import DistributedDataParallelStrategy
+
+
+class NotTraining(DistributedDataParallelStrategy):
+    def __init__(self, config, context, options):
+        super().__init__(config, context, DdpConfig())
+
+    def optimizer_step(self, max_gradient_norm):
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        return super().optimizer_step(max_gradient_norm)
+
+
+STRATEGY = NotTraining
+"""
+ON_ONE_DEVICE = """
+from .ddp import DistributedDataParallelStrategy
+
+
+class STRATEGY(DistributedDataParallelStrategy):
+    num_devices = 1
+"""
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Project) -> None:
+    strategies = project.folder / PACKAGE / "strategies"
+    for name in ("data_parallel", "accelerate", "deepspeed", "horovod"):
+        (strategies / f"{name}.py").unlink(missing_ok=True)
+    (strategies / "fsdp.py").write_text(NOT_TRAINING, encoding="utf-8")
+    (strategies / "mine.py").write_text(ON_ONE_DEVICE, encoding="utf-8")
+    (strategies / "yours.py").write_text("import a_library_that_is_not_here\nSTRATEGY = None\n", encoding="utf-8")
+    words = ["benchmark", "benchmark.steps=60", "benchmark.rounds=1", "name=b", "optimizer.learning_rate=0.03"]
+    output, errors = project.start(*words).communicate(timeout=380)
+
+    assert not errors, errors
+    report = project.json("b", "benchmark/benchmark.json")
+    rows = {row["name"]: row for row in report["rows"]}
+    runs = {name: row["runs"][0] for name, row in rows.items()}
+    assert {name: (run["world_sizes"], run["precision"], run["is_compiled"]) for name, run in runs.items()} == {
+        "one device": ([1], "fp32", False),
+        "ddp": ([2, 2], "fp32", False),
+        "ddp, torchrun": ([2, 2], "fp32", False),
+        "ddp, 16-bit": ([2, 2], "bf16", False),
+        "ddp, compile": ([2, 2], "fp32", True),
+        "fsdp": ([2, 2], "fp32", False),
+    }
+    # The same data in the same order gives the same losses; 16-bit numbers have three digits.
+    losses = {name: row["final_loss"] for name, row in rows.items()}
+    reference = losses["one device"]
+    assert rows["one device"]["first_loss"] > 1.1 * reference
+    for name in ("ddp", "ddp, torchrun", "ddp, compile"):
+        assert losses[name] == pytest.approx(reference, rel=1e-4), name
+    assert 1e-6 < abs(losses["ddp, 16-bit"] / reference - 1) < 0.05
+    assert [name for name, row in rows.items() if row["is_loss_wrong"]] == ["fsdp"]
+    # 103 samples in batches of 16: a whole epoch, with its short batch, is warm-up.
+    assert report["num_warm_up_steps"] == 7
+    for row in rows.values():
+        assert 0 < row["seconds_per_step"] < row["startup_seconds"] and row["peak_memory_mib"] > 0
+        assert row["samples_per_second"] == pytest.approx(16 / row["seconds_per_step"], rel=0.1)
+
+    reasons = {entry["name"]: entry["reason"] for entry in report["not_run"]}
+    assert list(reasons) == ["data_parallel", "mine", "yours"]
+    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be one of ddp, fsdp, mine, yours.")
+    assert reasons["mine"] == "num_devices: 1, not 2 (mine.log)"
+    assert reasons["yours"].startswith("strategy=yours: a_library_that_is_not_here is not installed. Type: ")
+    folder = project.directory("b") / "benchmark"
+    assert "a_library_that_is_not_here" in (folder / "yours.log").read_text(encoding="utf-8")
+    text = (folder / "benchmark.md").read_text(encoding="utf-8")
+    assert output.endswith(f"\n{text}") and "benchmark 9/9: yours … " in output and "0:00:00 left" in output
+    assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
+    assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
+    assert not (folder / "run").exists()
+
+
+def living(folder: Path) -> list[str]:
+    """The command lines of the processes that run in this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if (path / "cwd").readlink() == folder:
+                found.append((path / "cmdline").read_text(encoding="utf-8"))
+    return found
+
+
+def has_processes(folder: Path, is_right: Callable[[int], bool]) -> bool:
+    """Whether their number is right within a minute. A fork server imports to the end before it leaves."""
+    deadline = time.monotonic() + 60
+    while not is_right(len(living(folder))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_right(len(living(folder)))
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code", "rows"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)])
+def test_signal_leaves_the_table_of_what_was_measured_and_no_process(
+    project: Project, number: signal.Signals, code: int, rows: int
+) -> None:
+    with project.start("benchmark", "benchmark.steps=3", "name=b") as process:
+        assert process.stdout is not None
+        for row in range(rows):
+            assert process.stdout.readline().startswith(f"benchmark {row + 1}/")
+        # The next row's processes: the one that will start the ranks; torchrun and its ranks.
+        are_there = has_processes(project.folder, [2, 4][rows - 1].__le__)
+        os.killpg(process.pid, number)
+        output, errors = process.communicate(timeout=20)
+    assert are_there and process.returncode == code, errors
+    assert " one device |" in output and "fsdp: interrupted before its turn" in output
+    report = project.json("b", "benchmark/benchmark.json")
+    assert [row["name"] for row in report["rows"]] == ["one device", "ddp"][:rows]
+    assert not (project.directory("b") / "benchmark" / "run").exists()
+    assert has_processes(project.folder, (0).__eq__)
+
+
+@needs_proc
+def test_killed_benchmark_leaves_no_process(project: Project) -> None:
+    words = ["benchmark.steps=100000", "device_ids=cpu", "model.seconds_per_step=0.01"]
+    with project.start("benchmark", *words) as process:
+        are_there = has_processes(project.folder, (2).__le__)
+        time.sleep(1.0)
+        process.kill()
+    assert are_there and has_processes(project.folder, (0).__eq__)
+
+
+def test_benchmark_under_a_launcher_is_refused_and_so_are_other_words(project: Project) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    process = project.start("benchmark", **place, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "without a launcher" in errors
+    with pytest.raises(ConfigError, match="--json: benchmark takes settings"):
+        main(CommandLine(ROOT / "config.yaml", "benchmark", rest=["--json"]))
+
+
+def test_each_round_has_another_order_and_a_failed_row_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names: list[str] = []
+
+    def run(row: Row, *_: object) -> None:
+        names.append(row.name)
+        row.reason = "it fails" * (row.name == "c")
+
+    monkeypatch.setattr(rounds, "_run_once", run)
+    rounds._run_rounds([Row(name, ["cpu"]) for name in "abcd"], [], 3, tmp_path)
+    assert "".join(names) == "abcd" + "bda" + "dab"
+
+
+def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
+    rows = plan_rows(["0", "2", "5"])
+    assert [row.name for row in rows[:5]] == ["one device", "ddp", "ddp, torchrun", "ddp, 16-bit", "ddp, compile"]
+    assert {"data_parallel", "fsdp"} <= {row.strategy for row in rows[5:]} and not any(row.reason for row in rows)
+    assert rows[0].device_ids == ["0"] and all(row.device_ids == ["0", "2", "5"] for row in rows[1:])
+    command = "torchrun --standalone --nproc-per-node=3 run.py 'data.name=a b' device_ids=0,2,5 strategy=ddp"
+    typed = ["benchmark", "benchmark.steps=9", "data.name=a b", "device_ids=auto", "training.compile=true"]
+    assert rows[2].command(typed).startswith(command)
+    for row in rows:
+        words = row.command(["--config=big.yaml", *typed]).split()
+        assert "--config=big.yaml" in words and "benchmark" not in words
+        compiles = [word for word in words if word.startswith("training.compile=")]
+        assert compiles == [f"training.compile={str(row.name == 'ddp, compile').lower()}"]
+
+
+def test_single_gpu_has_the_rows_that_fit() -> None:
+    rows = plan_rows(["4"])
+    assert [row.name for row in rows if not row.reason] == ["one device", "one device, 16-bit", "one device, compile"]
+    assert all("launch.backend=gloo" in row.reason for row in rows if row.reason)
+
+
+def test_run_that_is_not_what_its_row_says_is_told() -> None:
+    def difference(row: Row, num_ranks: int, strategy: str) -> str:
+        ranks = {"world_sizes": [num_ranks] * num_ranks, "strategies": [strategy] * num_ranks}
+        return row.find_difference({**ranks, "num_devices": len(row.device_ids), "is_compiled": False})
+
+    rows = {row.name: row for row in plan_rows(["0", "2"])}
+    for name, num_ranks, strategy in (("ddp", 2, "ddp"), ("data_parallel", 1, "data_parallel"), ("fsdp", 2, "fsdp")):
+        assert difference(rows[name], num_ranks, strategy) == ""
+    assert difference(rows["one device"], 1, "base") == ""
+    assert "world_sizes: [1], not [2, 2]" in difference(rows["ddp"], 1, "ddp")
+    assert difference(rows["fsdp"], 2, "ddp") == "strategies: ['ddp', 'ddp'], not ['fsdp', 'fsdp']"
+    assert difference(rows["ddp, compile"], 2, "ddp") == "is_compiled: False, not True"
+
+
+def summary(name: str, seconds: list[float], final_loss: float = 1.0) -> dict[str, Any]:
+    """A row that ran once for each of `seconds`."""
+    run = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0, "peak_memory_mib": [900.0]}
+    times = [{"seconds_per_step": second, "samples_per_second": 64 / second} for second in seconds]
+    return summarize_runs(name, f"python run.py {name}", [{**run, **time, "waiting_shares": [0.1]} for time in times])
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_wrong"), [(1.0, False), (0.7, False), (1.3, False), (1.9, True), (float("nan"), True)]
+)
+def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_wrong: bool) -> None:
+    one, two = compare([summary("one device", [0.4, 0.9, 0.41]), summary("ddp", [0.25, 0.2, 0.3], loss)])
+    assert (one["seconds_per_step"], two["seconds_per_step"]) == (0.41, 0.25)
+    assert two["speed_up"] == pytest.approx(1.64) and two["spread"] == pytest.approx(0.4)
+    assert two["is_loss_wrong"] == is_wrong
+    report = {"name": "b", "rows": [one, two], "not_run": [], "devices": ["cpu"], "platform": "x", "rounds": 3}
+    text = as_markdown(
+        report | {"libraries": {"torch": "2"}, "steps": 9, "global_batch_size": 8, "num_warm_up_steps": 5}
+    )
+    fastest = "one device (1.00" if is_wrong else "ddp (1.64"
+    assert text.splitlines()[-1].startswith(
+        f"The fastest row is {fastest} times the speed of one device): python run.py"
+    )
+
+
+def test_reason_is_the_line_that_says_why() -> None:
+    traceback = "rank 1 (h, cpu) failed:\nTraceback (most recent call last):\n  x\nValueError: that is why\n"
+    noise = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n====\nRoot Cause\n"
+    assert find_reason("step 1\nerror: fsdp=x: not so. Do y.\nmore\n") == "fsdp=x: not so. Do y."
+    assert find_reason(traceback + "Traceback (most recent call last):\n" + noise) == "ValueError: that is why"
+    assert find_reason("torch.OutOfMemoryError: CUDA out of memory.\n") == "torch.OutOfMemoryError: CUDA out of memory."
+    assert find_reason("Segmentation fault\n") == "Segmentation fault" and find_reason("") == ""
+    assert find_reason("rank 1 failed:\nkilled by SIGKILL\n") == "killed by SIGKILL"

@@ -1,0 +1,225 @@
+"""Checkpoint files: whole or not there, rotated but for the best, safe to load; and anyone's weights to start from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from template_package.data.random_state import get_random_states, seed_generators, set_random_states
+from template_package.errors import ConfigError, FailureError
+from template_package.files import write_whole
+from template_package.training.checkpoint import (
+    KEYS,
+    CheckpointFolder,
+    export_weights,
+    load_checkpoint,
+    load_initial_weights,
+)
+
+from conftest import Project
+from test_resuming import assert_equal
+
+NUMPY_STATE = """
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    import numpy
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["own"] = VALUE
+    return optimizer
+"""
+
+
+def state(step: int) -> dict[str, Any]:
+    others = dict.fromkeys(KEYS, None)
+    return {**others, "format_version": 1, "step": step, "model": {"weight": torch.full((2,), float(step))}}
+
+
+def test_last_and_best_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    for step in (1, 2, 3, 120):
+        folder.save(state(step))
+        if step == 2:
+            folder.save(state(step), is_best=True)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_00000003.pt", "step_00000120.pt"]
+    assert load_checkpoint(folder.best)["step"] == 2
+    assert [path.name for path in folder.newest_first()] == ["step_00000120.pt", "step_00000003.pt", "best.pt"]
+    everything = CheckpointFolder(tmp_path / "all")
+    for step in range(5):
+        everything.save(state(step))
+    assert len(everything.newest_first()) == 5
+
+
+def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    CheckpointFolder(tmp_path).save(state(1), is_best=True)
+
+    def fail(beside: Path) -> None:
+        beside.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, fail)
+    assert load_checkpoint(path)["step"] == 1
+    assert CheckpointFolder(tmp_path).newest_first() == [path]
+
+
+def test_disk_that_stumbles_is_tried_again_once(tmp_path: Path) -> None:
+    tries = []
+
+    def write(beside: Path) -> None:
+        tries.append(beside)
+        beside.write_bytes(b"whole")
+        if len(tries) != 2:
+            raise OSError(errno.EIO, "the disk stumbles")
+
+    write_whole(tmp_path / "file", write)
+    assert len(tries) == 2 and (tmp_path / "file").read_bytes() == b"whole"
+    with pytest.raises(FailureError, match=r"cannot write .*file: the disk stumbles"):
+        write_whole(tmp_path / "file", write)
+    assert len(tries) == 4 and os.listdir(tmp_path) == ["file"]
+
+
+def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.pt").mkdir()  # reading it is an error of the disk's
+    with pytest.raises(IsADirectoryError):
+        load_checkpoint(tmp_path / "step_00000001.pt")
+
+
+def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+    folder, choose = CheckpointFolder(tmp_path), random.Random(5)
+    folder.save({**state(7), "best": {"loss": 0.25}, "random_states": [(1, torch.arange(64, dtype=torch.uint8))]})
+    path = tmp_path / "step_00000007.pt"
+    whole = path.read_bytes()
+    expected = load_checkpoint(path)
+    damaged = [whole[: len(whole) * percent // 100] for percent in range(0, 100, 5)]
+    for _ in range(300):
+        bits = bytearray(whole)
+        bits[choose.randrange(len(bits))] ^= 1 << choose.randrange(8)
+        damaged.append(bytes(bits))
+    num_refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            found = load_checkpoint(path)
+        except ConfigError:
+            num_refused += 1
+        else:  # half of so small a file is padding between its entries
+            assert_equal(found, expected)
+    assert num_refused > 20 + 100, "all that are cut short, and each flipped bit that matters"
+
+
+def test_numbers_of_numpy_in_an_optimizer_are_saved_as_pythons(project: Project) -> None:
+    project.append("model.py", NUMPY_STATE.replace("VALUE", "numpy.float64(0.1)"))
+    project.run("checkpoint.every_steps=1")
+    project.rewind("run", 10, "resumed")
+    project.run("checkpoint.every_steps=1", "name=resumed")
+    assert project.lines("resumed") == project.lines("run")
+    for group in project.checkpoint("run", 21)["optimizer"]["param_groups"]:
+        assert (group["own"], type(group["own"])) == (0.1, float)
+
+
+def test_state_that_could_not_be_read_again_is_told_at_the_first_save(project: Project, tmp_path: Path) -> None:
+    project.append("model.py", NUMPY_STATE.replace("VALUE", "numpy.zeros(2)"))
+    output = project.run("device_ids=cpu,cpu", "checkpoint.every_steps=1", code=1)
+    assert "Unexpected value type <class 'numpy.ndarray'>" in output and output.count(") failed:\n") == 1
+    assert len(project.lines("run")) == 1
+    with pytest.raises(ConfigError, match=r"step_00000001\.pt cannot be used"):
+        CheckpointFolder(tmp_path).save({**state(1), "best": numpy.zeros(2)})
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"format_version": 1, "step": Payload(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match=r"evil\.pt cannot be "):
+        load_checkpoint(tmp_path / "evil.pt")
+    with pytest.raises(ConfigError, match=r"evil\.pt: no state dict"):
+        load_initial_weights(nn.Linear(2, 1), tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists(), "the payload works"
+
+
+def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    torch.save({"format_version": 99}, tmp_path / "newer.pt")
+    torch.save({"format_version": 1}, tmp_path / "bare.pt")
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "half.pt").write_bytes(b"half a file")
+    for name in ("newer", "bare", "tensor", "empty", "half", "none"):
+        with pytest.raises(ConfigError, match=f"{name}.pt (cannot be|does not exist)") as caught:
+            load_checkpoint(tmp_path / f"{name}.pt")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bare.pt", "wrapped.pth", "ours.bin", "prefixed.pt", "weights.safetensors"])
+def test_initial_weights_of_anyone(tmp_path: Path, name: str) -> None:
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    weights = source.state_dict()
+    contents: dict[str, Any] = {
+        "bare.pt": weights,
+        "wrapped.pth": {"epoch": 3, "state_dict": weights},
+        "ours.bin": {"model": weights, "optimizer": {}},
+        "prefixed.pt": {f"module._orig_mod.{key}": value for key, value in weights.items()},
+    }
+    if name in contents:
+        torch.save(contents[name], tmp_path / name)
+    else:
+        save_file(weights, tmp_path / name)
+    load_initial_weights(model, tmp_path / name)
+    assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
+
+
+def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2, 4), "extra": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(ConfigError) as caught:
+        load_initial_weights(nn.Linear(3, 2), tmp_path / "other.pt")
+    for words in ("bias is missing", "extra is unexpected", "weight is (2, 4) instead of (2, 3)"):
+        assert words in str(caught.value)
+    torch.save({"weight": 3}, tmp_path / "none.pt")
+    for name in ("none.pt", "x" * 300):
+        with pytest.raises(ConfigError, match=r"^checkpoint\.initial_weights=\S+: (does not fit|no state dict)"):
+            load_initial_weights(nn.Linear(3, 2), tmp_path / name)
+
+
+def test_exported_weights_have_plain_names_and_tied_weights_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    export_weights(model.state_dict(), model, tmp_path / "model.safetensors")
+    assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    other[1].weight = other[0].weight
+    load_initial_weights(other, tmp_path / "model.safetensors")
+    assert torch.equal(other.state_dict()["1.weight"], model.state_dict()["0.weight"])
+
+
+def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.rand(), numpy.random.randn(), torch.rand(()).item()]
+
+    seed_generators(3)
+    first = draw()
+    torch.save(get_random_states(torch.device("cpu")), tmp_path / "states.pt")
+    expected = draw()
+    seed_generators(3)
+    assert draw() == first
+    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True), torch.device("cpu"))
+    assert draw() == expected

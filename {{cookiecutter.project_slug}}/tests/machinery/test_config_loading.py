@@ -1,0 +1,249 @@
+"""config.yaml of the template, and how text becomes values: fields of every type that a DataConfig may have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from template_package.config import load_config, to_dict
+from template_package.errors import ConfigError
+
+from conftest import PACKAGE, ROOT, Project, clean_environment, copy_project
+
+TEXTS = [*"1e3 yes null? 0x10 010 1:30 1.0 2026-01-01 true a,b ~/data 試験".split(), "é x", "# [a]: {b}"]
+DATA = '''
+from dataclasses import field
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+
+class Color(Enum):
+    RED = 1
+    GREEN = "green"
+
+
+@dataclass
+class Inner:
+    path: str = ""
+    size: int = 1
+
+
+@dataclass
+class DataConfig:
+    """The kinds of fields that a user may think of."""
+
+    root: str
+    note: str | None = "x"
+    names: list[str] = field(default_factory=list)
+    size: int | Literal["auto"] = "auto"
+    scale: int | float = 1
+    pair: tuple[int, int] = (1, 2)
+    weights: dict[str, float] = field(default_factory=dict)
+    folder: Path = Path("data")
+    color: Color = Color.GREEN
+    inner: Inner = field(default_factory=Inner)
+    spare: Inner | None = None
+
+    def __post_init__(self) -> None:
+        if self.root == "nowhere":
+            raise ValueError("root=nowhere: there is no such folder.\\nSet another.")
+'''
+READER = f"""
+import json, sys
+from pathlib import Path
+from {PACKAGE}.config import load_config, to_dict
+from {PACKAGE}.errors import ConfigError
+for line in sys.stdin:
+    case = json.loads(line)
+    Path("config.yaml").write_text(case["text"], encoding="utf-8")
+    try:
+        config = load_config(Path("config.yaml"), case["words"])
+        print(json.dumps([repr(config.data), to_dict(config)["data"]]), flush=True)
+    except ConfigError as error:
+        print(json.dumps([str(error), None]), flush=True)
+"""
+Read = Callable[..., tuple[str, dict[str, Any] | None]]
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
+    """Reads words and text with the DataConfig above: (its repr, plain values), or (message, None)."""
+    folder = copy_project(tmp_path_factory.mktemp("project"))
+    with (folder / PACKAGE / "dataset.py").open("a", encoding="utf-8") as file:
+        file.write(DATA)
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    with subprocess.Popen([sys.executable, "-c", READER], cwd=folder, env=clean_environment(), **pipes) as process:
+
+        def read(*words: str, text: str = "") -> tuple[str, dict[str, Any] | None]:
+            print(json.dumps({"words": words, "text": text}), file=process.stdin, flush=True)
+            shown, values = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+            assert str(shown).isprintable() and len(shown) < 500
+            return shown, values
+
+        yield read
+        process.kill()
+
+
+def test_config_yaml_shows_every_key_and_the_defaults_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").touch()
+    written = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
+    config, defaults = to_dict(load_config(ROOT / "config.yaml")), to_dict(load_config(tmp_path / "empty.yaml"))
+    sections = [key for key, value in config.items() if isinstance(value, dict)]
+    assert set(written) == set(config) and len(sections) >= 12
+    for section in sections:
+        assert list(written[section]) == list(config[section])
+    assert config == defaults
+
+
+@pytest.mark.parametrize("example", sorted(path.parent.name for path in ROOT.glob("examples/*/config.yaml")))
+def test_config_of_an_example_names_keys_that_there_are(example: str) -> None:
+    written = yaml.safe_load((ROOT / "examples" / example / "config.yaml").read_text(encoding="utf-8"))
+    known = to_dict(load_config(ROOT / "config.yaml"))
+    for section in written.keys() - {"data", "model"}:
+        assert section in known and (
+            not isinstance(known[section], dict) or written[section].keys() <= known[section].keys()
+        )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_stays_as_it_was_typed(text: str, read: Read) -> None:
+    _, typed = read(f"data.root={text}", f"data.inner.path={text}", f"data.spare.path={text}")
+    assert typed is not None
+    assert (typed["root"], typed["inner"]["path"], typed["spare"]["path"]) == (text, text, text)
+    plain = text if text[0] != "#" else f"'{text}'"
+    content = f"data:\n  root: {plain}\n  inner:\n    path: {plain}\n  names:\n  - {plain}\n  note: '{text}'"
+    _, in_file = read(text=content)
+    assert in_file is not None
+    assert (in_file["root"], in_file["inner"]["path"], in_file["names"], in_file["note"]) == (text, text, [text], text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("note", "null", "None"),
+        ("note", "none", "'none'"),
+        ("names", "1e3,yes", "['1e3', 'yes']"),
+        ("names", "[yes, 1e3]", "['yes', '1e3']"),
+        ("names", "one", "['one']"),
+        ("names", "[]", "[]"),
+        ("size", "12", "12"),
+        ("size", "auto", "'auto'"),
+        ("scale", "2", "2"),
+        ("scale", "2e-3", "0.002"),
+        ("pair", "3,4", "(3, 4)"),
+        ("weights", "{a: 3e-3, b: 1}", "{'a': 0.003, 'b': 1.0}"),
+        ("folder", "a b", "PosixPath('a b')"),
+        ("color", "green", "<Color.GREEN: 'green'>"),
+        ("spare", "{size: 3}", "Inner(path='', size=3)"),
+        ("inner.size", "010", "10"),
+    ],
+)
+def test_fields_of_any_type_are_read_alike_from_file_and_command_line(
+    key: str, text: str, value: str, read: Read
+) -> None:
+    outer, _, inner = key.rpartition(".")
+    text_in_file = f"[{text}]" if "," in text and text[0] not in "[{" else text
+    in_file = f"{{{outer}: {{{inner}: {text_in_file}}}}}" if outer else f"{{{inner}: {text_in_file}}}"
+    for shown, _ in (read("data.root=here", f"data.{key}={text}"), read("data.root=here", text=f"data: {in_file}")):
+        assert f"{inner}={value}" in shown
+
+
+def test_a_users_fields_are_written_plainly_and_read_back_equal(read: Read) -> None:
+    words = ["data.root=yes", "data.note='", "data.folder=a/b", "data.pair=3,4", "data.spare.size=3"]
+    shown, values = read(*words)
+    assert read(text=yaml.safe_dump({"data": values})) == (shown, values)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["data.root=nowhere"], "data.root=nowhere: there is no such folder. Set another."),
+        (["data.root=a", "data.color=BLUE"], "data.color=BLUE: must be"),
+        (["data.root=a", "data.pair=1,2,3"], "data.pair=[1, 2, 3]: "),
+        (["data.root=a", "data.weights={a: b}"], "data.weights=b: must be a valid number"),
+        (["data.root=a", "data.rot=b"], "Did you mean data.root=b?"),
+        (["data.root=a", "data.inner.siz=3"], "Did you mean data.inner.size=3?"),
+        ([], "data.root: has no value and no default. Set data.root=VALUE"),
+    ],
+)
+def test_values_that_the_users_own_sections_refuse_are_one_line(words: list[str], rule: str, read: Read) -> None:
+    message, values = read(*words)
+    assert rule in message and values is None
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("ddp: {static_graph: true, static_graph: true}", "static_graph: this key is set twice"),
+        ("training.epochs: 3", "training.epochs=3: there is no such key"),
+        ("name: !!python/object/apply:os.abort []", "name=[]: must be a valid string"),
+        ("<<: {name: a}", "there is no such key"),
+        ("name: ok\n? [a]\n: b", "line 2"),
+        ("name: a\n---\nname: b", "line 2: not readable as YAML"),
+        ("name: [a]", "must be a valid string"),
+        ("seed: .nan", "must be a valid integer"),
+        ("schedule: {decay_factor: .inf}", "schedule.decay_factor=.inf: must be"),
+        ("x" * 1000 + ": 1", "no such key"),
+    ],
+)
+def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(tmp_path / "config.yaml")
+    assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("strategy=fsdp ddp.gradient_compression=fp16", "strategy=fsdp has none"),
+        ("strategy=data_parallel device_ids=cpu,cpu", "data_parallel drives one CPU"),
+        ("ddp.static_graph=true", "Set training.micro_batch_size to a number"),
+        ("launch.nodes=2", "launch.master_addr=127.0.0.1: other nodes cannot reach it"),
+        ("checkpoint.initial_weights=a.pt checkpoint.resume=b.pt", "checkpoint.resume=PATH brings weights too"),
+        ("logging.tracker=wand", "Did you mean logging.tracker=wandb?"),
+        ("logging.tracker=mlflow", "must be one of"),
+        ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),
+        ("=3", "Write KEY=3"),
+        ("optimizer.betas=0,${x}", "is not replaced"),
+        ("name=" + "x" * 101, "name=xxx"),
+        ("schedule.milestones=0.5,1.5", "schedule.milestones=1.5: must be"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_one_line(words: str, rule: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(ROOT / "config.yaml", words.split())
+    assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+
+
+def test_two_ranks_on_one_gpu_are_allowed_with_gloo() -> None:
+    assert load_config(ROOT / "config.yaml", ["device_ids=[0, 0]", "launch.backend=gloo"]).device_ids == [0, 0]
+
+
+def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: Project) -> None:
+    for file in ("strategies/horovod.py", "tracking/wandb.py"):
+        (project.folder / PACKAGE / file).unlink()
+    shutil.copy(project.folder / PACKAGE / "strategies" / "ddp.py", project.folder / PACKAGE / "strategies" / "own.py")
+    missing = project.run("strategy=horovod", code=2)
+    assert missing.startswith("error: strategy=horovod: must be one of ") and "template" in missing
+    assert "own" in missing and "base" not in missing and "numerics" not in missing
+    missing = project.run("logging.tracker=wandb", code=2)
+    assert (
+        missing.startswith("error: logging.tracker=wandb: must be one of none, tensorboard.") and "template" in missing
+    )
+    project.run("strategy=own", "device_ids=cpu,cpu", "training.max_steps=1")
+
+
+def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for name in ("none.yaml", ".", "x" * 999):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_config(tmp_path / name)

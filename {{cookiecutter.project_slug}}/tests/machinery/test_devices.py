@@ -1,0 +1,296 @@
+"""device_ids -> devices, on simulated GPUs. The runs that compete for them are real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from shared_server import IS_ROOT, NOBODY, OWN_USER, SimulatedNvml, child, receive, someone_elses_process
+
+from template_package.config import LaunchConfig
+from template_package.errors import ConfigError
+from template_package.launching import devices as module
+from template_package.launching.devices import Devices, take_devices
+from template_package.launching.gpus import take_lock, user_name
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="locks, and processes' owners, are Linux's")
+OWN = user_name(OWN_USER)
+
+
+def take(
+    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, is_cpu_enough: bool = False, **launch: Any
+) -> Devices:
+    environment = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+    return take_devices(device_ids, LaunchConfig(**launch), environment, is_cpu_enough=is_cpu_enough, nvml=nvml)
+
+
+def names(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any) -> list[str]:
+    """The names of the devices; their locks are released."""
+    devices = take(device_ids, nvml, mask, **options)
+    for lock in devices.locks:
+        lock.close()
+    return devices.names
+
+
+def refusal(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        take(device_ids, nvml, mask, **options)
+    return str(error.value)
+
+
+def states(lines: list[str]) -> list[str]:
+    """The last column of the table."""
+    return [re.split("  +", line)[-1] for line in lines if line.startswith("GPU ")]
+
+
+def is_locked(nvml: SimulatedNvml, index: int) -> bool:
+    lock = take_lock(nvml.nvmlDeviceGetUUID(index))
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
+@contextmanager
+def another_run(device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **launch: Any) -> Iterator[int]:
+    """The process id of a run that has taken its devices and keeps them."""
+
+    def work(pipe: Connection) -> None:
+        kept = take(device_ids, nvml, **launch)
+        pipe.send(kept.names)
+        time.sleep(60)
+
+    with child(work, uid) as (pid, pipe):
+        receive(pipe)
+        yield pid
+
+
+@pytest.mark.parametrize(("device_ids", "num_ranks"), [("cpu", 1), (["cpu", "cpu"], 2)])
+def test_cpu_ranks_ask_no_driver(device_ids: Any, num_ranks: int) -> None:
+    no_nvml = object()
+    assert take_devices(device_ids, LaunchConfig(), {}, nvml=no_nvml) == Devices(["cpu"] * num_ranks, [], ())
+
+
+@pytest.mark.parametrize(
+    ("mask", "device_ids", "devices"),
+    [
+        (None, [0, 2], ["cuda:0", "cuda:2"]),
+        (None, [2, 0], ["cuda:2", "cuda:0"]),
+        ("2,0", [0, 2], ["cuda:1", "cuda:0"]),
+        ("0, 3 ,2", [2, 3], ["cuda:2", "cuda:1"]),
+        ("GPU-d,GPU-b1234567-89ab", [1, 3], ["cuda:1", "cuda:0"]),
+        ("3,-1,1", [3], ["cuda:0"]),
+        (None, [1, 1], ["cuda:1", "cuda:1"]),
+    ],
+)
+def test_physical_ids_become_places_in_the_mask(mask: str | None, device_ids: list[int], devices: list[str]) -> None:
+    assert names(device_ids, SimulatedNvml(9, 9, 9, 9), mask) == devices
+
+
+def test_missing_gpu_is_refused_with_those_that_exist() -> None:
+    assert refusal([0, 7], SimulatedNvml(9, 9)) == (
+        "device_ids=[0, 7]: GPU 7 does not exist; this machine has [0, 1]. Use device_ids=auto or some of those."
+    )
+    four = SimulatedNvml(9, 9, 9, 9)
+    hidden = refusal([3, 1, 2], four, "3,2")
+    assert "GPU 1 does not exist; CUDA_VISIBLE_DEVICES=3,2 leaves [3, 2]. Use device_ids=auto" in hidden
+    none = refusal([0], four, "")
+    assert "there is no GPU to use (CUDA_VISIBLE_DEVICES= hides every GPU). Use device_ids=cpu." in none
+
+
+def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
+    nvml = SimulatedNvml(1.9, 30, 2.0, 0)
+    assert names("auto", nvml) == ["cuda:1", "cuda:2"]
+    assert names("auto", nvml, "0,2,3") == ["cuda:1"]
+    assert names("auto", nvml, min_free_memory_gib=20.0) == ["cuda:1"]
+    assert names("auto", nvml, min_free_memory_gib=0.0) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert names("auto", SimulatedNvml(-1, -1)) == ["cuda:0", "cuda:1"]  # memory that cannot be read is not short
+
+
+def test_auto_n_takes_those_with_the_most_free_memory() -> None:
+    nvml = SimulatedNvml(10, 30, 5, 20)
+    assert names("auto:2", nvml) == ["cuda:1", "cuda:3"]
+    assert names("auto:3", nvml) == ["cuda:0", "cuda:1", "cuda:3"]
+    assert names("auto:2", nvml, "3,2,0") == ["cuda:0", "cuda:2"]
+
+
+def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
+    full = SimulatedNvml(1, 1)
+    devices = take("auto", full)
+    assert devices.names == ["cpu"] and not devices.locks
+    assert devices.notes[0] == "no GPU can be taken: computing on the CPU"
+    assert states(devices.notes) == ["below launch.min_free_memory_gib=2"] * 2
+    assert names("auto", SimulatedNvml()) == ["cpu"]
+    assert names("auto", SimulatedNvml(9), "") == ["cpu"]
+    assert names("auto:2", full, is_cpu_enough=True) == ["cpu"]
+    assert "found 1 of 2" in refusal("auto:2", SimulatedNvml(1, 9), is_cpu_enough=True)
+    assert "found 0 of 2" in refusal("auto:1", full)
+    if not torch.cuda.is_available():  # torch is asked where NVML does not answer
+        mismatch = SimulatedNvml(9, init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+        assert "version mismatch" in take("auto", mismatch).notes[1]
+        assert "version mismatch" in refusal("auto:1", mismatch)
+
+
+@needs_linux
+def test_auto_leaves_other_users_gpus_alone_but_not_ones_own() -> None:
+    nvml, theirs = SimulatedNvml(30, 10, 20, 5), "another user computes there"
+    with someone_elses_process() as (pid, other):
+        nvml.processes = {0: [os.getpid(), pid], 1: [os.getpid()], 2: [2**22 + 1]}  # the last cannot be seen
+        devices = take("auto", nvml)
+        assert devices.names == ["cuda:1", "cuda:3"]
+        assert states(devices.notes) == [theirs, "-> cuda:1", theirs, "-> cuda:3"]
+        for note, users in zip(
+            devices.notes, [", ".join(sorted([OWN, other])), OWN, "a process that cannot be seen"], strict=False
+        ):
+            assert f"  used by {users}  " in note
+        assert names("auto:2", nvml, share_gpus=True) == ["cuda:0", "cuda:2"]
+        assert names([0, 2], nvml) == ["cuda:0", "cuda:2"]  # who names them means them
+
+
+def test_lost_gpu_costs_no_other() -> None:
+    nvml = SimulatedNvml(9, 9, 9, broken=1)
+    assert "GPU 1 does not exist" in refusal([1], nvml)
+    devices = take("auto", nvml)
+    assert devices.names == ["cuda:0", "cuda:1"] and devices.notes[0] == "GPU 1: GPU is lost"
+    assert states(devices.notes[1:]) == ["-> cuda:0", "-> cuda:1"]
+
+
+def test_log_maps_physical_ids_to_cuda_and_says_why_others_are_left_out() -> None:
+    nvml = SimulatedNvml(30, 1, 20, 10)
+    hidden = "hidden by CUDA_VISIBLE_DEVICES=3,1,2"
+    short = "below launch.min_free_memory_gib=2"
+    assert states(take("auto", nvml, "3,1,2").notes) == [hidden, short, "-> cuda:2", "-> cuda:0"]
+    assert states(take("auto:1", nvml, "3,1,2").notes) == [hidden, short, "-> cuda:2", "free"]
+    assert states(take([3], nvml, "3,1,2").notes) == [hidden, "not asked for", "not asked for", "-> cuda:0"]
+
+
+@needs_linux
+def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
+    nvml = SimulatedNvml(1, 30, 5, 20, 10)
+    with another_run([4], nvml) as pid, someone_elses_process() as (foreign_pid, _):
+        nvml.processes = {3: [foreign_pid]}
+        first, *table = refusal("auto:2", nvml, "0,1,3,4").splitlines()
+        assert first == (
+            "device_ids=auto:2: must find 2 GPUs that can be taken, and found 1 of 4. "
+            "Set device_ids=auto:1 or launch.share_gpus=true or launch.wait_minutes=30."
+        )
+        assert states(table) == [
+            "below launch.min_free_memory_gib=2",
+            "free",
+            "hidden by CUDA_VISIBLE_DEVICES=0,1,3,4",
+            "another user computes there",
+            f"another run uses it ({OWN}, process {pid})",
+        ]
+        assert names("auto:2", nvml, share_gpus=True) == ["cuda:1", "cuda:3"]
+    assert names("auto:2", nvml) == ["cuda:1", "cuda:4"]
+    assert refusal("auto:3", SimulatedNvml(9, 9)).splitlines()[0].endswith("Set device_ids=auto:2.")
+    assert refusal("auto:2", SimulatedNvml()).endswith("found 0 of 0. Set device_ids=cpu.")
+
+
+@needs_linux
+@pytest.mark.filterwarnings("error")  # a lock that is left to the garbage collector
+def test_gpus_of_other_runs_are_left_alone_until_they_end() -> None:
+    nvml = SimulatedNvml(9, 9, 9)
+    with another_run([1, 1], nvml, share_gpus=True):  # whoever shares takes what locks there are
+        assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]
+        assert names("auto", nvml) == ["cuda:0", "cuda:2"]
+        assert "found 2 of 3" in refusal("auto:3", nvml)
+        assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]  # a refusal keeps nothing
+        assert names("auto:3", nvml, share_gpus=True) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+@needs_linux
+def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
+    nvml = SimulatedNvml(9, 9, 9)
+    with another_run("auto:1", nvml) as pid:
+        devices = take([0, 1, 1], nvml)
+        assert devices.names == ["cuda:0", "cuda:1", "cuda:1"]
+        assert devices.notes[0] == f"warning: GPU 0: another run uses it too ({OWN}, process {pid})"
+        assert len(devices.locks) == 1 and is_locked(nvml, 1) and not is_locked(nvml, 2)
+        assert states(take([0], nvml, share_gpus=True).notes) == ["-> cuda:0", "not asked for", "not asked for"]
+        assert not [note for note in take([0], nvml, share_gpus=True).notes if "warning" in note]
+
+
+@needs_linux
+@pytest.mark.parametrize(("device_ids", "num_runs", "num_lucky"), [("auto:1", 8, 4), ("auto:3", 3, 1), ("auto", 3, 1)])
+def test_runs_started_at_once_by_two_users_share_no_gpu(device_ids: str, num_runs: int, num_lucky: int) -> None:
+    nvml = SimulatedNvml(9, 9, 9, 9)
+
+    def take_lock_slowly(name: str) -> socket.socket | None:
+        time.sleep(0.002)
+        return take_lock(name)
+
+    def work(pipe: Connection) -> None:
+        module.take_lock = take_lock_slowly  # so that the runs do meet
+        pipe.recv()
+        try:
+            devices = take(device_ids, nvml)
+        except ConfigError:
+            devices = Devices([], [])
+        pipe.send([name for name in devices.names if name != "cpu"])
+        pipe.recv()  # keeps the locks
+
+    uids = [NOBODY if IS_ROOT and run % 2 else OWN_USER for run in range(num_runs)]
+    for _ in range(3):
+        with ExitStack() as stack:
+            pipes = [stack.enter_context(child(work, uid))[1] for uid in uids]
+            for pipe in pipes:
+                pipe.send("go")
+            taken = [names for pipe in pipes if (names := receive(pipe))]
+        together = [name for names in taken for name in names]
+        assert len(taken) == num_lucky and len(set(together)) == len(together), taken
+
+
+@needs_linux
+def test_wait_goes_on_when_enough_gpus_are_free(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
+    nvml = SimulatedNvml(9, 1, 9)
+    with ExitStack() as run:
+        run.enter_context(another_run([2], nvml))
+
+        def let_go() -> None:
+            time.sleep(0.2)
+            run.close()
+            time.sleep(0.2)
+            nvml.free_gib[1] = 9
+
+        helper = threading.Thread(target=let_go)
+        helper.start()
+        begin = time.monotonic()
+        devices = take("auto:3", nvml, wait_minutes=1)
+        helper.join()
+    assert 0.4 <= time.monotonic() - begin < 10
+    assert devices.names == ["cuda:0", "cuda:1", "cuda:2"] and len(devices.locks) == 3
+    first, *table = capsys.readouterr().err.splitlines()
+    assert first == "device_ids=auto:3: waiting for 3 GPUs (launch.wait_minutes=1)"
+    assert states(table)[:2] == ["free", "below launch.min_free_memory_gib=2"]
+    assert len(table) == 3 and "another run uses it" in table[2]
+
+
+def test_wait_in_vain_is_an_error_even_if_the_cpu_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+    for device_ids, is_cpu_enough in [("auto", False), ("auto:2", True)]:
+        nvml, begin = SimulatedNvml(1, 1), time.monotonic()
+        text = refusal(device_ids, nvml, wait_minutes=0.003, is_cpu_enough=is_cpu_enough)
+        assert "found 0 of 2." in text
+        assert time.monotonic() - begin >= 0.18 and 2 <= nvml.num_reads <= 5
+
+
+def test_no_wait_for_what_cannot_come(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal("auto:3", SimulatedNvml(9, 9), wait_minutes=30)
+    assert names("auto", SimulatedNvml(), wait_minutes=30) == ["cpu"]
+    assert names("auto", SimulatedNvml(9, 1), wait_minutes=30) == ["cuda:0"]
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,233 @@
+"""Starting ranks: by run.py itself, by torchrun with restarts, on several nodes; the launchers' environments."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from template_package.config import Config, LaunchConfig, load_config
+from template_package.errors import ConfigError
+from template_package.launching.environment import Launched, choose_interface, find_launcher
+from template_package.launching.launcher import find_node, serve_local_store
+from template_package.launching.processes import OUT_OF_MEMORY, num_usable_cores, run_processes
+
+from conftest import ROOT, Project
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "MASTER_ADDR": "host", "MASTER_PORT": "1234", "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+}  # fmt: skip
+MEETING = LaunchConfig(master_addr="10.0.0.1", master_port=29500)
+
+
+def config(device_ids: object, **launch: object) -> Config:
+    base = load_config(Path(ROOT / "config.yaml"))
+    return replace(base, device_ids=device_ids, launch=replace(base.launch, **launch))  # type: ignore[arg-type]
+
+
+def test_ranks_start_as_asked_and_share_the_cores(project: Project) -> None:
+    words = "print(type(multiprocessing.current_process()).__name__, torch.get_num_threads(), flush=True)"
+    project.edit("model.py", "    model: Any = nn", f"    import multiprocessing\n    {words}\n    model: Any = nn")
+    share = max(1, num_usable_cores() // 2)
+    for method, kind in (("auto", "ForkServerProcess"), ("spawn", "SpawnProcess")):
+        output = project.run(
+            f"name={method}", "device_ids=cpu,cpu", "training.max_steps=1", f"launch.start_method={method}"
+        )
+        log = (project.directory(method) / "logs" / "rank_1.log").read_text(encoding="utf-8")
+        assert output.count(f"{kind} {share}\n") == log.count(f"{kind} {share}\n") == 1, "each rank builds one model"
+
+
+def test_debug_trains(project: Project) -> None:
+    project.run("device_ids=cpu,cpu", "launch.debug=true", "training.max_steps=2")
+    assert len(project.lines("run")) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is no address of this machine")
+def test_store_of_one_machine_listens_on_its_loopback_alone() -> None:
+    store = serve_local_store()
+    dist.TCPStore("127.0.0.1", store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+
+@pytest.mark.parametrize("words", [["device_ids=cpu,cpu"], ["evaluate"]])
+def test_python_without_torch_is_told_in_one_line(project: Project, words: list[str]) -> None:
+    output = project.run(*words, command=[sys.executable, "-S"], code=2)
+    assert "Activate this project's environment" in output and len(output.splitlines()) == 1
+
+
+def test_world_size_is_the_number_of_devices() -> None:
+    node = find_node(config(["cpu", "cpu", "cpu"]), {})
+    assert node.devices.names == ["cpu"] * 3 and node.num_ranks == 3 and node.launched is None
+
+
+def test_place_of_a_rank_is_read_from_every_launcher() -> None:
+    place = find_launcher(TORCHRUN, LaunchConfig())
+    assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
+    under_deepspeed = {name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")}
+    place = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
+    assert place == Launched("deepspeed", 3, 4, 1, 2, 1, "host", 1234)
+    assert find_launcher(SRUN, MEETING) == Launched("srun", 3, 4, 0, 2, 2, "10.0.0.1", 29500)
+    # A shell on a node (srun --pty) is one task: there the ranks are started here.
+    assert find_launcher(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()) is None
+    assert find_launcher({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, LaunchConfig()) is None, "in the batch script"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, r"LOCAL_RANK=0, but no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
+        (TORCHRUN | {"RANK": "one"}, r"RANK=one, .*but no number in RANK\."),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, r"no number in SLURM_PROCID"),
+    ],
+)
+def test_half_set_environment_is_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_launcher(environment, LaunchConfig())
+
+
+def test_several_nodes_need_a_place_to_meet() -> None:
+    unreachable = "other nodes cannot reach it. Add launch.master_addr=ADDRESS launch.master_port=29500"
+    for words, rule in (
+        (["launch.nodes=2"], f"launch.master_addr=127.0.0.1: {unreachable}"),
+        (["launch.nodes=2", "launch.master_addr=10.0.0.1"], f"launch.master_addr=10.0.0.1: {unreachable}"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            load_config(Path(ROOT / "config.yaml"), words)
+
+
+def test_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ConfigError, match=r"launch.network_interface=eth99: this host \(.*\) has .*lo"):
+        choose_interface("eth99", "127.0.0.1")
+    choose_interface(None, "127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def rank(number: int, port: int, **variables: str) -> dict[str, str]:
+    """The environment that torchrun gives one of two ranks."""
+    place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_list_that_is_not_the_launchers_number_of_ranks_is_refused(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu,cpu", **rank(0, free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "names 3 devices, but torchrun started 2 ranks" in errors
+    assert "Start 3 ranks, or name 2 devices" in errors and "Traceback" not in errors
+
+
+def test_rank_whose_neighbour_never_starts_fails_in_time(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu", "launch.timeout_minutes=0.02", **rank(0, free_port()))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"rank 0 ({socket.gethostname()}, cpu) failed:" in errors
+
+
+def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
+    port = free_port()
+    ranks = [
+        project.start("device_ids=cpu,cpu", f"training.epochs={3 + number}", **rank(number, port)) for number in (0, 1)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2]
+    words = "error: rank 1 would not train what rank 0 does: config.training.epochs: 3 -> 4"
+    assert sum(words in text for text in errors) == 1, errors
+
+
+def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    project.run("name=undisturbed", "device_ids=cpu,cpu")
+    output = project.run("device_ids=auto", "model.fault=kill_once", "checkpoint.every_steps=1", command=torchrun)
+    assert "resuming after step" in output
+    assert project.lines("run") == project.lines("undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project: Project) -> None:
+    (project.folder / "seconds_per_evaluation").write_text("0.3", encoding="utf-8")  # 37 samples, one at a time
+    # The other rank waits for the killed one's answer to the agent's SIGTERM, until the agent kills it too.
+    options = "--standalone --nproc-per-node=2 --max-restarts=1 --shutdown-timeout=5"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+    words = ("device_ids=cpu,cpu", "training.epochs=1", "evaluation.micro_batch_size=1", "checkpoint.every_steps=2")
+    process = project.start(*words, command=torchrun)
+    metrics, deadline = project.directory("run") / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text("utf-8").count("\n") == 7) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(1.0)
+    log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    os.kill(int(re.findall(r"pid=(\d+)", log)[-1]), signal.SIGKILL)
+    output = "".join(process.communicate(timeout=150))
+    assert process.returncode == 0 and "resuming after step" in output, output
+    assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def own_address() -> str:
+    """This host's address on its network, which no packet leaves for; the loopback if it has no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(own_address().startswith("127."), reason="this host has no network")
+def test_two_nodes_with_different_numbers_of_ranks_train_as_one_process_does(project: Project) -> None:
+    shutil.copytree(ROOT / "scripts", project.folder / "scripts")
+    project.run("name=one")
+    words = ("launch.nodes=2", f"launch.master_addr={own_address()}", f"launch.master_port={free_port()}")
+    nodes = [
+        project.start(f"device_ids={devices}", f"launch.node_rank={number}", *words)
+        for number, devices in enumerate(("cpu,cpu", "cpu"))
+    ]
+    output = "\n".join(text for node in nodes for text in node.communicate(timeout=100))
+    assert [node.returncode for node in nodes] == [0, 0], output
+    assert project.json("run", "summary.json")["world_size"] == 3
+    # Sums of gradients in another order: rounding errors of float32, which 21 steps of AdamW enlarge.
+    losses, expected = ([line["loss"] for line in project.lines(name)] for name in ("run", "one"))
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_run_that_is_asked_to_stop_does_not_start_again_with_less_memory() -> None:
+    def exit_code(seconds: float) -> int:
+        options: Any = {"ask_to_stop": lambda _: True, "reported_failure": lambda _: None, "environment": {}}
+        code, _ = run_processes(run_out_of_memory, [(seconds,)], start_method="fork", **options)
+        return code
+
+    assert exit_code(0.0) == OUT_OF_MEMORY
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert exit_code(3.0) == 128 + signal.SIGTERM
+
+
+def run_out_of_memory(seconds: float) -> int:
+    time.sleep(seconds)
+    return OUT_OF_MEMORY

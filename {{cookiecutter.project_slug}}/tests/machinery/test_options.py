@@ -1,0 +1,241 @@
+"""Each switch does what its name says, and would be missed if it did nothing; what is wrong ends the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from template_package.config import DdpConfig, TrainingConfig
+from template_package.errors import ConfigError, FailureError
+from template_package.launching.distributed import RankContext
+from template_package.strategies.base import Strategy
+from template_package.strategies.ddp import DistributedDataParallelStrategy
+from template_package.strategies.numerics import resolve_precision
+from template_package.training.checks import FiniteCheck
+
+from conftest import Project
+
+
+class Block(nn.Linear):
+    """A layer that counts how often it runs."""
+
+    num_calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += 1
+        return torch.tanh(super().forward(inputs))
+
+
+class Blocks(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList([Block(4, 4), Block(4, 4)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+def prepared(model: nn.Module, **options: Any) -> Strategy:
+    strategy = Strategy(replace(TrainingConfig(), **options), RankContext())
+    strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    return strategy
+
+
+def backward(strategy: Strategy, scale: float = 1.0) -> Tensor:
+    torch.manual_seed(0)
+    with strategy.autocast():
+        outputs: Tensor = strategy.model(torch.randn(8, 4))
+    strategy.backward(outputs.float().square().mean() * scale, 1.0)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)]
+)
+def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtype) -> None:
+    strategy = prepared(nn.Linear(4, 4), precision=precision)
+    assert backward(strategy).dtype == dtype
+    assert strategy.module.weight.dtype == torch.float32
+    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+
+
+def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 4)
+    strategy = prepared(model, precision="fp16")
+    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # low enough for nothing to overflow
+    backward(strategy, scale=10.0)
+    norm = strategy.optimizer_step(max_gradient_norm=0.01)
+    torch.manual_seed(1)
+    plain = prepared(nn.Linear(4, 4), precision="bf16")
+    backward(plain, scale=10.0)
+    assert norm is not None
+    true_norm = torch.cat([p.grad.flatten() for p in plain.module.parameters() if p.grad is not None]).norm()
+    assert norm.item() == pytest.approx(true_norm.item(), rel=0.05)
+    before = model.weight.detach().clone()
+    backward(strategy, scale=float("inf"))
+    strategy.optimizer_step(max_gradient_norm=None)
+    assert torch.equal(model.weight, before)
+
+
+def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    plain, again = Blocks(), Blocks()
+    again.load_state_dict(plain.state_dict())
+    backward(prepared(plain))
+    strategy = prepared(again, activation_checkpointing=True)
+    backward(strategy)
+    calls = [[block.num_calls for block in model.blocks] for model in (plain, again)]
+    assert calls == [[1, 1], [2, 2]]
+    for first, second in zip(plain.parameters(), again.parameters(), strict=True):
+        assert first.grad is not None and second.grad is not None and torch.equal(first.grad, second.grad)
+    assert strategy.state_dict()["model"].keys() == plain.state_dict().keys()
+    with pytest.raises(ConfigError, match="has no nn"):
+        prepared(nn.Linear(4, 4), activation_checkpointing=True)
+
+
+def test_blocks_that_run_again_count_a_batch_once() -> None:
+    torch.manual_seed(0)
+    plain, again = (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())) for _ in range(2))
+    again.load_state_dict(plain.state_dict())
+    strategies = prepared(plain), prepared(again, activation_checkpointing=True)
+    for _ in range(2):
+        inputs = torch.randn(8, 4)
+        for strategy in strategies:
+            strategy.backward(strategy.model(inputs).square().mean(), 1.0)
+    for (name, first), second in zip(plain.named_buffers(), again.buffers(), strict=True):
+        assert torch.equal(first, second), name
+    assert plain.get_buffer("0.1.num_batches_tracked") == 2
+
+
+@pytest.mark.slow
+def test_compile_compiles_and_keeps_names() -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    strategy = prepared(plain, compile=True)
+    torch.manual_seed(0)
+    expected = plain.forward(torch.randn(8, 4))
+    torch.testing.assert_close(backward(strategy), expected)
+    names = list(strategy.state_dict()["model"])
+    assert plain._compiled_call_impl is not None and not any("_orig_mod" in name for name in names)
+
+
+def test_numerics_reach_torch() -> None:
+    former = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    try:
+        prepared(nn.Linear(4, 4), tf32=False, deterministic=True)
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        prepared(nn.Linear(4, 4))
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_float32_matmul_precision(former[0])
+        torch.backends.cudnn.benchmark = former[1]
+
+
+def test_flipped_bit_is_named(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.fault=flip", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
+    output = project.run(*words, "training.check_replicas_every_steps=2", code=1)
+    assert "'3.weight' differs between ranks" in output and "after step 4" in output
+    assert output.count("Traceback") == 1
+    first = project.run("name=first", *words, "model.fault_step=1", code=1)  # without the key once, in every run
+    assert "'3.weight' differs between ranks" in first and "after step 1" in first
+
+
+def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "checkpoint.every_steps=1")
+    # On one rank, in one sample; once where the logging finds it, and once where only the save does.
+    for name, more in (("logged", []), ("saved", ["logging.every_steps=100"])):
+        output = project.run(f"name={name}", *words, "data.nan_index=17", *more, code=1)
+        found = re.search(r"the loss of step (\d+), or its gradient, is not finite", output)
+        assert found and output.count(") failed:\n") == 1 and "Traceback" not in output, output
+        states = [torch.load(path, weights_only=True) for path in project.directory(name).glob("checkpoints/*.pt")]
+        assert len(states) == int(found[1]) - 1 > 0
+        assert all(weight.isfinite().all() for state in states for weight in state["model"].values())
+
+
+def test_first_step_that_was_not_finite_is_named() -> None:
+    check = FiniteCheck(RankContext())
+    for step, loss in enumerate([1.0, float("inf"), float("nan"), 1.0], start=1):
+        check.note(torch.tensor(loss), step)
+    with pytest.raises(FailureError, match="the loss of step 2,"):
+        check.raise_if_found()
+    finite, infinite = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.tensor([1.0, float("inf")])]
+    FiniteCheck(RankContext()).raise_if_found(finite, step=5)
+    with pytest.raises(FailureError, match="the loss of step 5, or its gradient"):
+        FiniteCheck(RankContext()).raise_if_found(infinite, step=5)
+
+
+def test_comparison_of_replicas_includes_buffers_that_no_checkpoint_holds() -> None:
+    strategy = DistributedDataParallelStrategy(TrainingConfig(), RankContext(world_size=2), DdpConfig())
+    strategy.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy.module.register_buffer("codebook", torch.zeros(3), persistent=False)
+    assert set(strategy.replicas(with_buffers=True)) == {"0.weight", "0.bias", "1.weight", "1.bias", "codebook"}
+
+
+def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
+    words = ["device_ids=cpu,cpu", "optimizer.learning_rate=0", "training.early_stopping_epochs=2", "training.epochs=9"]
+    project.run(*words)
+    summary = project.json("run", "summary.json")
+    assert (summary["status"], summary["epochs"]) == ("complete", 3)
+    output = project.run(*words)
+    assert "is complete" in output and "raise training.early_stopping_epochs;" in output
+
+
+def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(project: Project) -> None:
+    fixed = ["device_ids=cpu,cpu", "training.epochs=1"]
+    cases = {
+        "plain": fixed,
+        "fp16": [*fixed, "ddp.gradient_compression=fp16", "logging.profile_steps=[2,3]"],
+        "unused": [*fixed, "model.has_unused_parameter=true", "ddp.find_unused_parameters=true"],
+        "static": [*fixed, "model.has_unused_parameter=true", "ddp.static_graph=true", "training.micro_batch_size=4"],
+    }
+    project.run_many(cases)
+    plain, fp16, unused, static = ([line["loss"] for line in project.lines(name)] for name in cases)
+    assert fp16 != plain and fp16 == pytest.approx(plain, rel=1e-2)
+    assert unused == pytest.approx(plain, rel=1e-6)
+    assert static == pytest.approx(plain, rel=1e-6)  # the parameter is found unused in the first step
+    # A parameter that never had a gradient has no optimizer state; the run goes on all the same.
+    for name in ("unused", "static"):
+        project.run(f"name={name}", *cases[name], "training.epochs=2")
+        assert [line["step"] for line in project.lines(name)] == list(range(1, 15))
+    for rank in (0, 1):
+        trace = json.loads((project.directory("fp16") / "profile" / f"rank_{rank}.json").read_text(encoding="utf-8"))
+        assert any("Linear" in event["name"] or "addmm" in event["name"] for event in trace["traceEvents"])
+
+
+def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
+    own = (
+        "def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:\n"
+        "    first, *rest = model.parameters()\n"
+        "    import numpy\n"
+        "    rate = numpy.float64(0.5 * config.learning_rate)  # a float that torch.load would not read\n"
+        "    groups = [{'params': [first], 'lr': rate}, {'params': rest}]\n"
+        "    return torch.optim.RMSprop(groups, lr=config.learning_rate)\n\n\n"
+    )
+    project.edit("model.py", "def rank()", own + "def rank()")
+    project.run("training.epochs=1", "schedule.name=constant")
+    state = project.checkpoint("run", 7)["optimizer"]
+    assert [group["lr"] for group in state["param_groups"]] == [0.005, 0.01]
+    assert "square_avg" in state["state"]["0.weight"]
+
+
+def test_several_optimizers_are_refused(project: Project) -> None:
+    own = (
+        "def build_optimizer(model: nn.Module, config: Any) -> Any:\n"
+        "    return [torch.optim.SGD(model.parameters(), lr=0.1)] * 2\n\n\n"
+    )
+    project.edit("model.py", "def rank()", own + "def rank()")
+    output = project.run(code=2)
+    assert "build_optimizer() in model.py returned a list: it must return one torch optimizer" in output

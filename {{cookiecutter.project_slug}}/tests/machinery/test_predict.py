@@ -1,0 +1,85 @@
+"""Each input is answered once, in its place, by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from workload import dataset as workload_data
+from workload import model as workload_model
+
+from template_package.commands import parse_command_line
+from template_package.errors import ConfigError
+
+from conftest import ROOT, Project
+
+READ_INPUTS = """
+def read_inputs(source: str, config: DataConfig) -> Any:
+    data = Numbers(config, int(source), 7, 0.0)
+    data.label_names = ["low", "high"]
+    return data, [f"number {i}" for i in range(len(data))]
+
+
+def build_datasets("""
+PREDICT = """
+def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    outputs = model(batch.inputs)
+    return {"label": (outputs[:, 0] > 0).long(), "value": outputs[:, 0], "both": outputs}
+
+
+def build_metrics("""
+
+
+def rows(project: Project) -> list[dict[str, Any]]:
+    text = (project.directory("run") / "predictions.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_rows_stand_in_the_order_of_the_inputs_each_once_on_any_number_of_ranks(project: Project) -> None:
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    project.edit("model.py", "\ndef build_metrics(", PREDICT)
+    project.run()
+    model = workload_model.build_model(workload_model.ModelConfig())
+    model.load_state_dict(torch.load(project.directory("run") / "checkpoints" / "best.pt")["model"])
+    for num_inputs, devices in ((37, "cpu"), (37, "cpu,cpu,cpu"), (2, "cpu,cpu,cpu")):
+        printed = project.run("predict", str(num_inputs), f"device_ids={devices}", "evaluation.micro_batch_size=5")
+        data = workload_data.Numbers(workload_data.DataConfig(), num_inputs, 7, 0.0)
+        with torch.no_grad():
+            expected = model(data.inputs)
+        found = rows(project)
+        assert [row["input"] for row in found] == [f"number {i}" for i in range(num_inputs)]
+        torch.testing.assert_close(torch.tensor([row["both"] for row in found]), expected)
+        assert [row["label"] for row in found] == [("low", "high")[int(value > 0)] for value in expected[:, 0].tolist()]
+        assert f"{num_inputs} rows: runs/run/predictions.jsonl" in printed
+        assert printed.count("number ") == min(num_inputs, 20)
+
+
+def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
+    assert "dataset.py has no read_inputs()" in project.run("predict", "5", code=2)
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    assert "model.py has no predict()" in project.run("predict", "5", code=2)
+    project.edit("model.py", "\ndef build_metrics(", PREDICT)
+    assert "nothing was trained here yet" in project.run("predict", "5", code=2)
+
+
+def test_the_command_comes_first() -> None:
+    with pytest.raises(ConfigError, match="predict: the command comes first"):
+        parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
+
+
+def test_the_input_is_any_word_but_a_setting() -> None:
+    def parse(*words: str) -> tuple[list[str], list[str]]:
+        line = parse_command_line(["predict", *words], ROOT / "config.yaml")
+        return line.rest, line.overrides
+
+    assert parse("a file.json", "name=a") == (["a file.json"], ["name=a"])
+    assert parse("name=a", "model.x=1", "E=mc2") == (["E=mc2"], ["name=a", "model.x=1"])
+    assert parse("- what = this?") == (["- what = this?"], [])
+
+
+@pytest.mark.parametrize("words", [[], ["name=a"], ["two", "words"]])
+def test_one_input_is_needed(project: Project, words: list[str]) -> None:
+    output = project.run("predict", *words, code=2)
+    assert output.startswith("error: predict ") and "takes one input" in output and "in quotes" in output

@@ -1,0 +1,51 @@
+"""Batches on their way to the device. What needs a GPU, the copy stream, runs in every training there."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from template_package.data.reading import move
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer's output: its items are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@dataclass
+class Images:
+    values: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class FrozenImages:
+    values: torch.Tensor
+
+
+def test_batches_keep_their_types_on_their_way_to_the_device() -> None:
+    ones, device = torch.ones(3, 2), torch.device("meta")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batch: dict[str, Any] = {
+        "a": (ones, [ones, "name"]),
+        "b": Encoding(ids=ones),
+        "c": Images(ones, "name"),
+        "d": packed,
+        "e": None,
+    }
+    moved = move(batch, device)
+    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == "name"
+    assert moved["b"].ids.is_meta and moved["c"].values.is_meta and moved["c"].name == "name" and moved["e"] is None
+    assert moved["d"].data.is_meta and not moved["d"].batch_sizes.is_meta, "PackedSequence wants these on the CPU"
+    assert ones.device.type == "cpu" and batch["b"]["ids"] is ones, "the data set's own tensors stay where they were"
+    with pytest.raises(ValueError, match="frozen dataclass"):
+        move(FrozenImages(ones), device)

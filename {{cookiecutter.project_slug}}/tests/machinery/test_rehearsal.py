@@ -1,0 +1,111 @@
+"""Faults of the user's model, and too little memory, are found in the rehearsal or end in a run that goes on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from test_training import DOUBLE, TOLERANCES, assert_matches, reference_run, settings
+
+from conftest import Project
+
+METRICS = """
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    from torchmetrics import ClasswiseWrapper, MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+    wrapper = ClasswiseWrapper(MulticlassF1Score(2, average=None), labels=["low", "high"])
+    return MetricCollection(
+        {"accuracy": MulticlassAccuracy(2), "auroc": MulticlassAUROC(2, average=None), "f1": wrapper}
+    )
+
+
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
+    metrics.update(outputs.softmax(1), (batch.targets[:, 0] > 0).long())
+"""
+
+
+@pytest.mark.parametrize("fault", ["memory_probe", "memory_later"])
+def test_out_of_memory_on_one_rank_ends_in_the_same_weights(project: Project, fault: str) -> None:
+    output = project.run(*settings(2, *DOUBLE, f"model.fault={fault}"))
+    log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    assert "out of memory with micro-batches of 8 samples, trying 4" in log
+    assert ("starting again from the last checkpoint" in output) == (fault == "memory_later")
+    assert_matches(project, "run", reference_run("float64"), TOLERANCES["float64"])
+
+
+def test_torchrun_gives_the_same_as_our_own_processes(project: Project) -> None:
+    project.run("device_ids=cpu,cpu")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    project.run("name=torchrun", "device_ids=cpu,cpu", command=torchrun)
+    assert project.lines("torchrun") == project.lines("run")
+
+
+def test_model_is_built_once_a_rank(project: Project) -> None:
+    project.edit("model.py", "    model.config, ", '    print("a model is built")\n    model.config, ')
+    project.run("device_ids=cpu,cpu")
+    for rank in range(2):
+        log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        assert log.count("a model is built") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("model.register_buffer('adjacency', torch.eye(2).to_sparse())", "state_dict() holds adjacency, a Tensor"),
+        ("model.append(type('Own', (nn.Identity,), {'get_extra_state': dict})())", "holds 6._extra_state, a dict"),
+    ],
+)
+def test_model_that_could_not_be_saved_is_refused_before_the_first_step(project: Project, line: str, rule: str) -> None:
+    project.edit("model.py", "    model.config, model.num_calls", f"    {line}\n    model.config, model.num_calls")
+    assert rule in project.run(code=2) and not (project.directory("run") / "metrics.jsonl").exists()
+
+
+def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "model.fault=bypass", code=2)
+    assert "called model(...) 0 times" in output and "model.module" in output and "Traceback" not in output
+
+
+def test_parameter_without_gradient_in_a_later_step_ends_the_run_before_the_step_is_made(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.fault=skip_later", "checkpoint.every_steps=1")
+    output = project.run(*words, code=1)
+    assert "parameters that were not used in producing loss" in output and output.count(") failed:\n") == 1
+    last = max((project.directory("run") / "checkpoints").glob("step_*.pt"))
+    assert last.stem == "step_00000002", "step 3 had gradients that were not averaged"
+
+
+def test_parameter_without_gradient_is_named_and_the_run_stays_as_it_was(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "model.has_unused_parameter=true", "training.epochs=1")
+    project.run(*words, "ddp.find_unused_parameters=true")
+    paths = [project.directory("run") / name for name in ("summary.json", "config.yaml", "metrics.jsonl")]
+    before = [path.read_bytes() for path in paths]
+    output = project.run(*words, "training.epochs=2", code=2)
+    assert "unused got no gradient" in output and "ddp.find_unused_parameters=true" in output
+    assert [path.read_bytes() for path in paths] == before, "a start that is refused changes nothing"
+
+
+def test_typo_in_update_metrics_is_told_before_the_first_step(project: Project) -> None:
+    project.edit("model.py", "metrics.update(outputs, batch.targets)", "metrics.update(outputs, batch.tragets)")
+    output = project.run("device_ids=cpu,cpu", code=1)
+    assert "has no attribute 'tragets'" in output and output.count(") failed:\n") == 1
+    assert not (project.directory("run") / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("metric", ["auroc", "f1_low"])
+def test_metric_that_gives_no_number_is_told_before_the_first_step_with_the_names_that_there_are(
+    project: Project, metric: str
+) -> None:
+    project.append("model.py", METRICS)
+    output = project.run("device_ids=cpu,cpu", f"evaluation.metric={metric}", "evaluation.mode=max", code=2)
+    assert "Traceback" not in output and not (project.directory("run") / "metrics.jsonl").exists()
+    assert f"evaluation.metric={metric}: " in output
+    assert "(loss, accuracy, multiclassf1score_low, multiclassf1score_high)" in output
+
+
+def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None:
+    project.append("model.py", METRICS)
+    name = "multiclassf1score_high"
+    output = project.run("device_ids=cpu,cpu", f"evaluation.metric={name}", "evaluation.mode=max")
+    assert output.count("no single number, so not recorded: auroc of build_metrics()") == 1
+    assert project.json("run", "summary.json")["best"].keys() == {name, "step"}
+    assert all(0 <= line[name] <= 1 and "auroc" not in line for line in project.lines("run", "validation"))

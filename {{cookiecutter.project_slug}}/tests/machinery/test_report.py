@@ -1,0 +1,62 @@
+"""A report says of each class what scikit-learn would, as JSON, text and picture."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from template_package.tracking.confusion_matrix import class_scores, write_report
+
+MATRIX = [[5, 1, 0, 2], [2, 7, 1, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
+NAMES = ["天气", "food", "très long", "ラーメン"]
+
+
+def test_scores_are_those_of_the_definitions() -> None:
+    *classes, macro, weighted = class_scores(MATRIX, NAMES)
+    scores = [(c["precision"], c["recall"], c["f1"], c["support"]) for c in classes]
+    assert scores == [(5 / 7, 5 / 8, 10 / 15, 8), (7 / 8, 7 / 10, 14 / 18, 10), (0, 0, 0, 3), (0, 0, 0, 0)]
+    assert macro["recall"] == pytest.approx((5 / 8 + 7 / 10) / 4)
+    assert weighted["recall"] == pytest.approx(12 / 21), "the accuracy"
+    assert macro["support"] == weighted["support"] == 21
+
+
+def test_scores_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    pairs = [(i, j) for i, row in enumerate(MATRIX) for j, count in enumerate(row) for _ in range(count)]
+    true, predicted = zip(*pairs, strict=True)
+    options = {"labels": range(4), "target_names": NAMES, "output_dict": True, "zero_division": 0}
+    theirs = metrics.classification_report(true, predicted, **options)
+    names = {"macro average": "macro avg", "weighted average": "weighted avg"}
+    for entry in class_scores(MATRIX, NAMES):
+        expected = theirs[names.get(entry["label"], entry["label"])]
+        found = {"f1-score": entry["f1"], **{key: entry[key] for key in ("precision", "recall", "support")}}
+        assert found == pytest.approx(expected)
+
+
+def test_classes_without_a_name_have_their_number_and_names_too_many_are_left_out() -> None:
+    for names, expected in (([], list("0123")), (["a", "b"], ["a", "b", "2", "3"]), (list("abcdef"), list("abcd"))):
+        assert [row["label"] for row in class_scores(MATRIX, names)] == [*expected, "macro average", "weighted average"]
+
+
+def test_files_hold_the_report_and_a_picture(tmp_path: Path) -> None:
+    stem = tmp_path / "reports" / "validation_my.v2"
+    write_report(stem, "a title", MATRIX, NAMES)
+    content = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
+    assert content == {"title": "a title", "classes": class_scores(MATRIX, NAMES), "confusion_matrix": MATRIX}
+    lines = Path(f"{stem}.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "a title" and lines[3].split() == ["food", "0.8750", "0.7000", "0.7778", "10"]
+    assert lines[-3].split() == ["food", "2", "7", "1", "0"]
+    pytest.importorskip("matplotlib")
+    content = Path(f"{stem}.png").read_bytes()
+    width, height = struct.unpack(">II", content[16:24])
+    assert content.startswith(b"\x89PNG") and width > 400 and height > 400
+
+
+@pytest.mark.parametrize("name", ["$$", "$x", "$\\frac{$", "^_{}%&#~", "\U000f1234"])
+def test_names_that_cannot_be_drawn_cost_the_picture_at_most(name: str, tmp_path: Path) -> None:
+    write_report(tmp_path / "a", name, MATRIX, [name, "b"])
+    assert name in (tmp_path / "a.txt").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["classes"][0]["label"] == name

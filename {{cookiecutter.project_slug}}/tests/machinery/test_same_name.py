@@ -1,0 +1,186 @@
+"""The same name again, in rare cases: where a run begins, where it continues, and what is refused."""
+
+from __future__ import annotations
+
+import platform
+import time
+
+from safetensors.torch import load_file
+
+from template_package.training.checkpoint import CheckpointFolder
+
+from conftest import Project
+from test_resuming import assert_equal
+
+
+def test_second_process_may_not_train_the_same_run(project: Project) -> None:
+    words = ("model.seconds_per_step=0.2", "training.epochs=99")
+    first = project.start("device_ids=cpu,cpu", *words)
+    deadline = time.monotonic() + 60
+    while not (project.directory("run") / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert f"on {platform.node()} trains this run already" in project.run(*words, code=2)
+    assert "another name=" in project.run("device_ids=cpu,cpu", *words, code=2)
+    first.kill()
+    first.communicate()
+    time.sleep(1)  # its ranks see that it is gone
+    project.run(*words, "training.max_steps=9")  # nobody holds the run any more
+
+
+def test_two_runs_started_together_both_train(project: Project) -> None:
+    processes = [project.start("device_ids=cpu,cpu", f"name=run{number}") for number in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    assert project.lines("run0") == project.lines("run1")
+
+
+def test_complete_run_names_the_key_that_ended_it(project: Project) -> None:
+    project.run()
+    assert "To train on, raise training.epochs" in project.run()
+    project.run("name=steps", "training.max_steps=9")
+    assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=9")
+    words = ("name=early", "training.early_stopping_epochs=1", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
+    project.run(*words)
+    assert "To train on, raise training.early_stopping_epochs" in project.run(*words)
+
+
+def test_run_killed_before_its_summary_is_finished(project: Project) -> None:
+    project.run()
+    (project.directory("run") / "summary.json").unlink()
+    (project.directory("run") / "model.safetensors").unlink()
+    before = project.lines("run")
+    project.run()
+    assert project.json("run", "summary.json")["status"] == "complete" and project.lines("run") == before
+    assert (project.directory("run") / "model.safetensors").exists()
+
+
+def test_run_that_goes_on_is_not_complete_before_its_new_end(project: Project) -> None:
+    project.run()
+    process = project.start("training.epochs=9999", "checkpoint.every_epochs=9999")
+    deadline = time.monotonic() + 60
+    while len(project.lines("run")) < 30 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert not (project.directory("run") / "summary.json").exists(), "it told of the end at step 21"
+    (project.directory("run") / "summary.json").touch()  # as an older version, or a disk, may leave it
+    project.run("training.epochs=4")
+    assert project.json("run", "summary.json")["steps"] == 28
+
+
+def test_branch_of_another_run_has_its_own_settings_and_its_own_best(project: Project) -> None:
+    project.run()
+    source = project.directory("run") / "checkpoints" / "step_00000014.pt"
+    branch = ("name=branch", f"checkpoint.resume={source}", "optimizer.learning_rate=0.001", "optimizer.betas=0.5,0.9")
+    project.run(*branch)
+    lines = project.lines("branch")
+    assert [line["step"] for line in lines] == list(range(15, 22))
+    assert max(line["learning_rate"] for line in lines) <= 0.001, "the branch's own, not that of the run it left"
+    end = project.checkpoint("branch", 21)
+    assert all(list(group["betas"]) == [0.5, 0.9] for group in end["optimizer"]["param_groups"])
+    assert end["best"]["step"] > 14, "its own best"
+    other = project.run(*branch[:2], "name=other", "optimizer.name=sgd", code=2)
+    assert "optimizer.name: adamw -> sgd" in other and f"checkpoint.initial_weights={source}" in other
+
+
+def test_steps_of_another_batch_size_are_counted_anew(project: Project) -> None:
+    project.run("checkpoint.every_steps=1")  # 103 samples in 7 steps an epoch
+    source = project.directory("run") / "checkpoints" / "step_00000010.pt"
+    output = project.run("name=branch", f"checkpoint.resume={source}", "training.global_batch_size=32")
+    assert "resuming after step 5 of 12" in output and "its 10 steps count as 5" in output  # 4 steps an epoch
+    summary = project.json("branch", "summary.json")
+    assert (summary["epochs"], summary["steps"]) == (3, 12)
+    assert [line["step"] for line in project.lines("branch")] == list(range(6, 13))
+
+
+def test_precision_auto_is_the_one_that_the_devices_compute_in(project: Project) -> None:
+    project.run("training.precision=auto", "training.max_steps=2")
+    assert "is complete" in project.run("training.precision=fp32", "training.max_steps=2")
+    assert "training.precision: fp32 -> bf16" in project.run("training.precision=bf16", code=2)
+
+
+def test_summary_tells_of_the_weights_beside_it(project: Project) -> None:
+    """Those of best.pt, be it of a step that a killed run had made and that now comes out otherwise, or not at all."""
+    project.run("checkpoint.every_steps=5")
+    best = project.json("run", "summary.json")["best"]
+    assert best["step"] > 10
+    project.rewind("run", 10, "resumed")
+    assert f"at step {best['step']} (runs/resumed)" in project.run("name=resumed", "evaluation.every_epochs=null")
+    assert project.json("resumed", "summary.json")["best"] == best
+
+
+def test_best_checkpoint_is_taken_where_it_is_the_only_one(project: Project) -> None:
+    words = ("checkpoint.every_epochs=9", "evaluation.every_steps=5")
+    project.run(*words)
+    best = project.json("run", "summary.json")["best"]["step"]
+    project.rewind("run", 0, "resumed")
+    assert "checkpoint.resume=never" in project.run(*words, "name=resumed", "checkpoint.resume=never", code=2)
+    assert "learning_rate: 0.01 -> 1.0" in project.run(*words, "name=resumed", "optimizer.learning_rate=1", code=2)
+    (project.directory("resumed") / "summary.json").unlink()  # a killed run has none
+    assert best == 21 or f"resuming after step {best}" in project.run(*words, "name=resumed")
+    project.run(*words, "name=resumed")
+    assert_equal(project.checkpoint("run", 21), project.checkpoint("resumed", 21))
+
+
+def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_too(project: Project) -> None:
+    project.run("evaluation.every_epochs=3")
+    project.rewind("run", 0, "resumed")
+    (project.directory("resumed") / "summary.json").unlink()
+    project.run("evaluation.every_epochs=3", "name=resumed")
+    assert_equal(project.checkpoint("run", 21)["model"], project.checkpoint("resumed", 21)["model"])
+
+
+def test_run_is_not_continued_on_fewer_samples(project: Project) -> None:
+    project.run("training.epochs=2")
+    project.edit("dataset.py", "kind(config, config.num_samples, 1", "kind(config, config.num_samples - 13, 1")
+    output = project.run(code=2)
+    assert "name=run: was begun with 103 training samples, and there are 90 now" in output and "name=…" in output
+    # A checkpoint of an older version does not tell its data's length. Its steps are not counted anew.
+    state = project.checkpoint("run", 14)
+    del state["early_stopping"]["num_samples"]
+    CheckpointFolder(project.directory("run") / "checkpoints").save(state)
+    assert "resuming after step 14 of" in project.run()  # 6 steps an epoch now, were it 12
+
+
+def test_initial_weights_are_the_ones_that_training_begins_with(project: Project) -> None:
+    project.run()
+    weights = f"checkpoint.initial_weights={project.directory('run') / 'model.safetensors'}"
+    still = ("optimizer.learning_rate=0", "optimizer.weight_decay=0", "training.max_steps=1")
+    project.run("name=second", weights, *still)
+    (line,) = project.lines("second", "validation")
+    assert line["loss"] == project.json("run", "summary.json")["best"]["loss"]
+
+
+def test_checkpoint_of_a_model_that_was_changed_since_is_refused(project: Project) -> None:
+    project.run("training.max_steps=2")
+    project.edit("model.py", "nn.Linear(16, 16)", "nn.Linear(16, 16, bias=False)")
+    output = project.run("training.max_steps=4", code=2)
+    assert "name=run: does not fit the model: 3.bias is unexpected" in output and "Traceback" not in output
+
+
+def test_damaged_best_checkpoint_costs_its_weights_alone(project: Project) -> None:
+    project.run()
+    best = project.directory("run") / "checkpoints" / "best.pt"
+    best.write_bytes(best.read_bytes()[:-1000])
+    (project.directory("run") / "summary.json").unlink()
+    output = project.run()
+    assert "best.pt cannot be used" in output and "model.safetensors is made from another" in output
+    weights = load_file(project.directory("run") / "model.safetensors")
+    assert_equal(dict(weights), dict(project.checkpoint("run", 21)["model"]))
+
+
+def test_file_that_a_killed_process_left_half_written_is_removed(project: Project) -> None:
+    project.run("training.max_steps=3")
+    left = project.directory("run") / "checkpoints" / ".step_00000002.pt.tmp"
+    left.write_bytes(b"\xff")
+    project.run()
+    assert not left.exists()
+    assert project.json("run", "summary.json")["steps"] == 21
+
+
+def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Project) -> None:
+    project.append("training/resuming.py", "def find_state(*_: Any, **__: Any) -> None:\n    return None")
+    output = project.run("smoke", code=1)
+    assert "smoke test: FAILED" in output and "the second run did not resume after step 2" in output
+    assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]

@@ -1,0 +1,197 @@
+"""The structure of the package: imports run one way, and the trainer does not know which strategy it trains with."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "template_package"
+MAX_MODULES_OF_TRAINER = 16
+
+MAY_IMPORT = {
+    "run": "commands trainer tracking launching config files errors",
+    "commands": "trainer training strategies tracking data launching config config_file files model dataset errors",
+    "trainer": "training strategies tracking data launching.distributed config files model errors",
+    "training": "strategies tracking data launching.distributed launching.processes config files model dataset errors",
+    "strategies": "launching.distributed config options_deepspeed errors",
+    "tracking": "launching.distributed config files errors",
+    "data": "launching.distributed launching.processes config model dataset errors",
+    "launching": "config errors",
+    "files": "errors",
+    "config": "config_file model dataset errors",
+    "config_file": "errors",
+    "model": "dataset errors",
+    "dataset": "model errors",
+    "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files
+    "errors": "",
+    "__init__": "",
+}
+"""The modules of ours that each part of the package may import, besides its own folder."""
+NOT_STRATEGIES = {"__init__", "base", "numerics", "library_environment"}
+
+
+def package_files() -> list[Path]:
+    return [ROOT / "run.py", *sorted(PACKAGE.rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    """The name of a file's module without the package's: training.checkpoint, strategies, run."""
+    parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports_of(source: str, path: Path) -> set[str]:
+    """The modules of ours that the source imports if it stands at `path`; `?…` if it cannot be followed."""
+    folder = path.relative_to(PACKAGE).parent.parts if path.is_relative_to(PACKAGE) else ()
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            module = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = (*folder[: len(folder) - node.level + 1], *module)
+            elif module[:1] == (PACKAGE.name,):
+                base = module[1:]
+            else:
+                continue
+            for alias in node.names:
+                parts = (*base, alias.name)
+                is_module = (PACKAGE.joinpath(*parts)).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").exists()
+                found.add(".".join(parts if is_module else base))
+        elif isinstance(node, ast.Import):
+            found |= {f"?{alias.name}" for alias in node.names if alias.name.split(".")[0] == PACKAGE.name}
+        elif isinstance(node, ast.Call) and "import_module" in (ast.unparse(node.func), getattr(node.func, "attr", "")):
+            text = ast.unparse(node)
+            is_in_own_folder = re.match(r"""[a-z.]*import_module\(f?["']\.[^.]""", text) and "__package__" in text
+            if not is_in_own_folder and len(node.args) > 1:  # import_module("torch"), with one argument, is not ours
+                found.add(f"?{text}")
+    return found
+
+
+def forbidden_imports(source: str, path: Path) -> list[str]:
+    """The imports of the source that MAY_IMPORT does not list."""
+    own = name_of(path)
+    part = re.sub("^options_.*", "options", own.partition(".")[0])
+    assert part in MAY_IMPORT, f"{own}: MAY_IMPORT does not say what it may import"
+    allowed = {*MAY_IMPORT[part].split(), part}
+    return [
+        f"{own} imports {name}"
+        for name in sorted(imports_of(source, path))
+        if not any(name == other or name.startswith(f"{other}.") for other in allowed)
+    ]
+
+
+def strategy_names() -> set[str]:
+    return {path.stem for path in (PACKAGE / "strategies").glob("*.py")} - NOT_STRATEGIES
+
+
+def mentions_of_strategies(source: str) -> list[str]:
+    """Names and texts of the source in which the name of a strategy stands, as a whole or in part."""
+    words = []
+    for node in ast.walk(ast.parse(source)):
+        words += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+        # Name.id, Attribute.attr, arg.arg, keyword.arg, alias.name and .asname, FunctionDef.name, ImportFrom.module …
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            words += [word] if isinstance(word := getattr(node, field, None), str) else []
+    pattern = "|".join(name.replace("_", "_?") for name in sorted(strategy_names()))
+    return [word for word in words if re.search(pattern, word, re.IGNORECASE)]
+
+
+def conditions_on_strategies(source: str) -> list[str]:
+    """Conditions of the source that ask for the strategy, by config.strategy or by the type of its object."""
+    return [
+        ast.unparse(condition)
+        for condition in _conditions(ast.parse(source))
+        if re.search(r"config\.strategy|(isinstance|issubclass|type|hasattr)\([\w.]*strategy\b", ast.unparse(condition))
+    ]
+
+
+def _conditions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.Match):
+            yield node.subject
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.Compare | ast.BoolOp):
+            yield node
+        elif isinstance(node, ast.Subscript):  # {"ddp": …}[config.strategy] decides as an `if` does
+            yield node.slice
+
+
+def test_imports_run_one_way() -> None:
+    num_edges = 0
+    for path in package_files():
+        source = path.read_text(encoding="utf-8")
+        assert forbidden_imports(source, path) == []
+        num_edges += len(imports_of(source, path))
+    assert num_edges > 120
+    for path in sorted((ROOT / "examples").glob("*/*.py")):  # they take the place of model.py and dataset.py
+        if path.name in ("model.py", "dataset.py"):
+            helpers = {other.stem for other in path.parent.glob("*.py")}
+            found = imports_of(path.read_text(encoding="utf-8"), PACKAGE / path.name)
+            assert found <= {"model", "dataset", "errors", *helpers}, path
+
+
+def test_trainer_imports_few_modules() -> None:
+    modules = imports_of((PACKAGE / "trainer.py").read_text(encoding="utf-8"), PACKAGE / "trainer.py")
+    assert 10 < len(modules) <= MAX_MODULES_OF_TRAINER, sorted(modules)
+
+
+def test_trainer_knows_no_strategy() -> None:
+    assert {"ddp", "data_parallel", "fsdp", "accelerate", "deepspeed", "horovod"} == strategy_names()
+    trainer = (PACKAGE / "trainer.py").read_text(encoding="utf-8")
+    assert mentions_of_strategies(trainer) == []
+    paths = [PACKAGE / "trainer.py", *(PACKAGE / "training").glob("*.py")]
+    assert [conditions_on_strategies(path.read_text(encoding="utf-8")) for path in paths] == [[]] * len(paths)
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("data/loader.py", "from ..training.checkpoint import write_whole"),
+        ("data/loader.py", "from .. import trainer"),
+        ("tracking/__init__.py", "def f():\n    from ..strategies.base import Strategy"),
+        ("strategies/ddp.py", "from ..launching import gpus"),
+        ("strategies/ddp.py", "from ..launching.processes import DONE"),
+        ("training/resuming.py", "from ..commands import evaluate"),
+        ("launching/launcher.py", "from ..trainer import Trainer"),
+        ("launching/launcher.py", "import_module('..trainer', __package__)"),
+        ("config.py", "from .launching.devices import take_devices"),
+        ("config.py", "from template_package.training.stopping import beat"),
+        ("model.py", "from .training import stopping"),
+        ("dataset.py", "import template_package.config"),
+        ("errors.py", "from .config import Config"),
+        ("options_benchmark.py", "from .config import Config"),
+    ],
+)
+def test_import_against_the_direction_is_found(file: str, source: str) -> None:
+    assert len(forbidden_imports(source, PACKAGE / file)) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp", "fsdp_model", "'fsdp'", "'strategies/fsdp.py'", "x.is_fsdp", "DDP_SIZE", "f(ddp=1)"]
+)
+def test_name_of_a_strategy_is_found(name: str) -> None:
+    assert len(mentions_of_strategies(f"y = {name}")) == 1
+    assert mentions_of_strategies("import ddp") and mentions_of_strategies("def horovod_step(): ...")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if self.config.strategy == other: pass",
+        "x = 1 if isinstance(self.strategy, base.Strategy) else 2",
+        "match config.strategy:\n    case 1: pass",
+        "x = [1 for _ in y if type(strategy) is Strategy]",
+        "x = is_on and config.strategy in z",
+        "x = {'a': 1}[config.strategy]",
+    ],
+)
+def test_condition_on_a_strategy_is_found(source: str) -> None:
+    assert conditions_on_strategies(source)
