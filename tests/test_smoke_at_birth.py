@@ -244,8 +244,8 @@ BROKEN_RESUME = """
 _find_state = find_state
 
 
-def find_state(*arguments):
-    found = _find_state(*arguments)
+def find_state(*arguments, **options):
+    found = _find_state(*arguments, **options)
     {line}
     return found
 """
@@ -254,13 +254,17 @@ def find_state(*arguments):
 @pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line",
+    ("line", "reason"),
     [
-        "return None",
-        "if found: found.state['model'] = {name: 0 * weight for name, weight in found.state['model'].items()}",
+        ("return None", "did not resume"),
+        (
+            "if found: found.state['model'] = {name: 0 * weight for name, weight in found.state['model'].items()}",
+            "the resumed run's loss is",
+        ),
     ],
+    ids=["nothing is resumed", "other weights are resumed"],
 )
-def test_broken_resume_fails(template: Path, tmp_path: Path, line: str) -> None:
+def test_broken_resume_fails(template: Path, tmp_path: Path, line: str, reason: str) -> None:
     project = bake(template, tmp_path, example="stub", package_name="net")
     with (project / "net" / "training" / "resuming.py").open("a", encoding="utf-8") as module:
         module.write(BROKEN_RESUME.format(line=line))
@@ -268,6 +272,7 @@ def test_broken_resume_fails(template: Path, tmp_path: Path, line: str) -> None:
     result = subprocess.run(command, check=False, cwd=project, env=plain_environment(), capture_output=True, text=True)
     assert result.returncode == 1, result.stdout
     assert state_of(result.stdout) == "FAILED"
+    assert reason in result.stdout
     assert [path.name for path in (project / ".smoke").iterdir()] == ["log.txt"]
 
 

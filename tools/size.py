@@ -1,4 +1,6 @@
-"""Prints the size of fresh projects beside the budget, and exits with 1 if a number is over budget: `make size`.
+"""Prints the size of fresh projects beside the budget, and exits with 1 if a number is over its limit: `make size`.
+
+The limit is the budget, or the size that was reached on the way there: it may only be lowered.
 
 A line is a line of a .py file, as `wc -l` counts it; a module is a file of the project's package. Some numbers come
 from a real run on two CPU ranks: SPY logs every call of a function of the project in every process of the run.
@@ -46,26 +48,40 @@ def main() -> int:
         without_tools = make_project(template, Path(folder, "none"), tools="none")
         project = make_project(template, Path(folder, "all"), tools="all")
         calls = log_run(project, Path(folder, "spy"))
-        is_within_budget = [
-            print_row("package and run.py, tools=none", without_tools, package_files(without_tools), 44, 4200),
-            print_row("package and run.py, tools=all", project, package_files(project), 54, 5000),
-            print_row("tests", project, python_files(project, "tests"), 12, 1700),
-            print_row("modules that a run on two ranks imports", project, imported_modules(project, calls), 34, 3700),
-            print_row("files that one train_step() passes", project, files_of_a_step(calls), 7, 1000),
-            print_row("modules that trainer.py imports", project, modules_of_trainer(project), 16),
-            print_row("files from the command to run_fn", project, files_before_run_fn(calls), 10),
+        rows = [
+            Row("package and run.py, tools=none", package_files(without_tools), 44, 4200, limit=4890),
+            Row("package and run.py, tools=all", package_files(project), 54, 5000, limit=5700),
+            Row("tests", python_files(project, "tests"), 12, 1700),
+            Row("modules that a run on two ranks imports", imported_modules(project, calls), 34, 3700, limit=4350),
+            Row("files that one train_step() passes", files_of_a_step(calls), 7, 1000),
+            Row("modules that trainer.py imports", modules_of_trainer(project), 16),
+            Row("files from the command to run_fn", files_before_run_fn(calls), 10),
         ]
-    return int(not all(is_within_budget))
+        return int(not all([print_row(row, without_tools if "none" in row.title else project) for row in rows]))
 
 
-def print_row(title: str, project: Path, files: Iterable[str], max_files: int, max_lines: int | None = None) -> bool:
-    """Prints the number of files and of their lines, and if one is over budget, the files. True if none is."""
-    lines_of = {file: num_lines(project / file) for file in files}
+class Row(NamedTuple):
+    """A number of files, and of their lines, beside the budget. limit: of lines, if the budget is not reached yet."""
+
+    title: str
+    files: Iterable[str]
+    max_files: int
+    max_lines: int | None = None
+    limit: int | None = None
+
+
+def print_row(row: Row, project: Path) -> bool:
+    """Prints the number of files and of their lines, and if one is over its limit, the files. True if none is."""
+    lines_of = {file: num_lines(project / file) for file in row.files}
     lines = sum(lines_of.values())
-    is_over = len(lines_of) > max_files or (max_lines is not None and lines > max_lines)
-    text = f"{title:<41}{len(lines_of):>3} of {max_files} files"
-    text += f"{lines:>8,} of {max_lines:,} lines" if max_lines is not None else ""
-    print(text + ("   OVER BUDGET:" if is_over else ""))
+    is_over = len(lines_of) > row.max_files
+    text = f"{row.title:<41}{len(lines_of):>3} of {row.max_files} files"
+    if row.max_lines is not None:
+        limit = row.limit or row.max_lines
+        is_over = is_over or lines > limit
+        text += f"{lines:>8,} of {row.max_lines:,} lines"
+        text += f" (limit today: {limit:,})" if lines > row.max_lines else ""
+    print(text + ("   OVER THE LIMIT:" if is_over else ""))
     for file in sorted(lines_of, key=lambda file: -lines_of[file]) if is_over else []:
         print(f"{lines_of[file]:>10,} {file}")
     return not is_over

@@ -47,16 +47,6 @@ def two_hosts() -> Iterator[list[tuple[str, ...]]]:
 
 
 @contextmanager
-def cable_pulled(prefix: tuple[str, ...]) -> Iterator[None]:
-    """While the body runs, the host whose commands begin with `prefix` has no network."""
-    _run(*prefix, "ip", "link", "set", INTERFACE, "down")
-    try:
-        yield
-    finally:
-        _run(*prefix, "ip", "link", "set", INTERFACE, "up")
-
-
-@contextmanager
 def _namespace(host_name: str) -> Iterator[subprocess.Popen[str]]:
     holder = subprocess.Popen(
         ["unshare", "--net", "--uts", "sh", "-c", f"hostname {host_name} && echo ready && exec sleep infinity"],

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from .conftest import SAME
-from .namespaces import ADDRESSES, cable_pulled
+from .namespaces import ADDRESSES
 from .running import Command, Host, left_after
 
 PORT = "29650"
 MEETING = ("launch.nodes=2", f"launch.master_addr={ADDRESSES[0]}", f"launch.master_port={PORT}")
-SOON = "launch.timeout_minutes=0.1"
 NO_RESTART = "--max-restarts=0"
 SECONDS_TO_END = 5
 Start = Callable[..., list[Command]]
@@ -128,17 +127,8 @@ def test_lost_host_ends_the_other(number: int, slow_hosts: list[Host], mark: str
     commands = start_script(slow_hosts, NO_RESTART)
     slow_hosts[0].wait_for_step("run", 5, *commands)
     commands[number].process.kill()
-    commands[1 - number].ended(1, timeout=4 * SECONDS_TO_END)
+    commands[1 - number].ended(1, timeout=60)
     assert left_after(mark, SECONDS_TO_END) == []
-
-
-def test_lost_network_ends_both_hosts(slow_hosts: list[Host], mark: str) -> None:
-    """No connection is closed, but nothing arrives any more."""
-    commands = start_script(slow_hosts, NO_RESTART, SOON)
-    slow_hosts[0].wait_for_step("run", 5, *commands)
-    with cable_pulled(slow_hosts[0].prefix):
-        all_end(commands, code=1, timeout=60)
-        assert left_after(mark, SECONDS_TO_END) == []
 
 
 @pytest.mark.parametrize("start", [start_run_py, start_script])

@@ -24,15 +24,20 @@ TIMEOUT_SECONDS = 120.0
 # torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+# All that the tests rely on: the defaults in code may be changed.
 SETTINGS = """
 name: run
+seed: 42
 device_ids: cpu
+strategy: ddp
 data: {}
 model: {}
-optimizer: {learning_rate: 0.01}
-training: {epochs: 3, global_batch_size: 16}
-evaluation: {metric: loss, mode: min}
-checkpoint: {keep_last: null}
+loader: {num_workers: auto}
+optimizer: {name: adamw, learning_rate: 0.01, weight_decay: 0.01, betas: [0.9, 0.999]}
+schedule: {name: cosine, warmup_steps: 0, min_learning_rate: 0.0}
+training: {epochs: 3, global_batch_size: 16, micro_batch_size: auto, precision: auto}
+evaluation: {every_epochs: 1, metric: loss, mode: min, micro_batch_size: auto}
+checkpoint: {every_epochs: 1, keep_last: null}
 logging: {every_steps: 1, tracker: none}
 """
 

@@ -19,10 +19,10 @@ Refuse = Callable[..., str]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with your own sections of config.yaml; the rest is left to the defaults in code."""
+    """A file with your own sections of config.yaml and no tracker; the rest is left to the defaults in code."""
     file, written = tmp_path / "設定.yaml", yaml.safe_load(CONFIG_YAML.read_text(encoding="utf-8"))
     own = {name: written[name] for name in OWN_SECTIONS if written.get(name)}
-    file.write_text(yaml.safe_dump(own) if own else "", encoding="utf-8")
+    file.write_text(yaml.safe_dump({**own, "logging": {"tracker": "none"}}), encoding="utf-8")
     return file
 
 

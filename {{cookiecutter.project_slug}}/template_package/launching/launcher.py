@@ -124,12 +124,16 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
+    # A connection of its own: another thread may wait for an answer on that one. A store that is gone would be sought for
+    # minutes, so not when it is needed.
+    store = None if context.store is None else context.store.clone()  # type: ignore[attr-defined]
+
     def fail(text: str, code: int) -> int:
-        """Tell why this rank fails, unless another has failed before: then this one has only lost its connection."""
+        """Tell why this rank fails, unless another has failed before: then this one only lost its connection."""
         failure, is_first = processes.Failure(context.rank, code, text), True
-        if context.store is not None:
-            try:  # a connection of its own: another thread may wait for an answer on that one
-                store, words = context.store.clone(), json.dumps(failure)  # type: ignore[attr-defined]
+        if store is not None:
+            try:
+                words = json.dumps(failure)
                 is_first = store.compare_set(processes.FAILURE, "", words) == words.encode()
             except dist.DistError:  # had the store's holder failed by itself, it would have said why
                 failure = failure._replace(text=f"rank 0, or its launcher, is gone ({text.strip().splitlines()[-1]})")
@@ -157,10 +161,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
         code = stop.exit_code
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
-    if code in (
-        0,
-        *processes.STOPPED,
-    ):  # otherwise the other ranks may sit in a collective, and leaving would wait for them
+    if code != processes.OUT_OF_MEMORY:  # then the others may sit in a collective, and leaving would wait for them
         leave_group()
     return code
 

@@ -30,8 +30,6 @@ from .numerics import (
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
-_NOTHING: AbstractContextManager[None] = nullcontext()  # one for all steps: it holds no state
-
 
 class Strategy:
     """One device. model: the module that compute_loss calls (a subclass wraps it). module: the user's own module."""
@@ -75,13 +73,13 @@ class Strategy:
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision that forward passes run in."""
         if self.precision == "fp32":
-            return _NOTHING
+            return nullcontext()
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
         return torch.autocast(self.context.device.type, dtype)
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Around one forward and backward: only the last micro-batch of a step need share gradients."""
-        return _NOTHING
+        return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add this micro-batch's gradients. Averaged over ranks, the weights of one step's micro-batches sum to 1."""

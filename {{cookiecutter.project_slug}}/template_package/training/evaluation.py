@@ -1,14 +1,12 @@
 """Loss and metrics of a data set: every sample once over all ranks, sums and counts reduced, never means of means."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +23,6 @@ from ..launching.distributed import RankContext, all_reduce, from_main, gather_o
 from ..strategies.base import Strategy
 from .stopping import Interrupted, beat
 
-if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
-
 CONFUSION_MATRIX = "confusion_matrix"
 logger = logging.getLogger(__name__)
 
@@ -39,7 +34,10 @@ class Evaluator:
         self._loader = EvaluationLoader(dataset, config.loader, context, name)
         self._config, self._context, self._split = config.evaluation, context, name
         self._metrics = user_model.build_metrics(config.model).to(context.device)
-        for metric in _all_metrics(self._metrics):
+        from torchmetrics import Metric  # slow, and build_metrics() may do without
+
+        self._parts = [module for module in self._metrics.modules() if isinstance(module, Metric)]
+        for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
         self._label_names: list[str] = getattr(dataset, "label_names", None) or []
         self._values: dict[str, Any] = {}
@@ -78,7 +76,7 @@ class Evaluator:
                 totals += torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
         strategy.module.train()
         loss_sum, weight_sum = all_reduce(totals).tolist()
-        self._values = _compute_over_ranks(self._metrics)
+        self._values = self._compute_over_ranks()
         numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
         return {"loss": loss_sum / weight_sum if weight_sum else math.nan, **numbers}
 
@@ -109,34 +107,26 @@ class Evaluator:
         write_report(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
         return stem
 
+    def _compute_over_ranks(self) -> dict[str, Any]:
+        """Numbers by name, or nested lists of them, the same on every rank. The metrics begin anew.
 
-def _all_metrics(metrics: MetricCollection) -> list[Metric]:
-    from torchmetrics import Metric
+        Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
+        entry: ranks with different numbers of entries wait for each other or crash, and one without samples computes nan.
+        """
+        states = gather_objects(pack([metric.metric_state for metric in self._parts]))
+        if states is not None and len(states) > 1:  # on rank 0
+            for metric, parts in zip(self._parts, zip(*map(unpack, states), strict=True), strict=True):
+                for name, reduce in metric._reductions.items():
+                    setattr(metric, name, _unite([move(part[name], metric.device) for part in parts], reduce))
+        values: dict[str, Any] = from_main(self._compute)
+        self._metrics.reset()
+        return values
 
-    return [module for module in metrics.modules() if isinstance(module, Metric)]
-
-
-def _compute_over_ranks(metrics: MetricCollection) -> dict[str, Any]:
-    """Numbers by name, or nested lists of them, the same on every rank; all ranks call it. The metrics begin anew.
-
-    Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
-    entry: ranks with different numbers of entries wait for each other or crash, and one without samples computes nan.
-    """
-
-    def compute() -> dict[str, Any]:
+    def _compute(self) -> dict[str, Any]:
         with warnings.catch_warnings():  # rank 0 may have seen no sample itself
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            values = metrics.compute()
+            values = self._metrics.compute()
         return {str(name): value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-    states = gather_objects(pack([metric.metric_state for metric in _all_metrics(metrics)]))
-    if states is not None and len(states) > 1:  # on rank 0
-        for metric, parts in zip(_all_metrics(metrics), zip(*map(unpack, states), strict=True), strict=True):
-            for name, reduce in metric._reductions.items():
-                setattr(metric, name, _unite([move(part[name], metric.device) for part in parts], reduce))
-    values: dict[str, Any] = from_main(compute)
-    metrics.reset()
-    return values
 
 
 def _unite(parts: list[Any], reduce: Any) -> Any:

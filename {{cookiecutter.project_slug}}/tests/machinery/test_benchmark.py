@@ -48,16 +48,15 @@ needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: pr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)  # a minute on two idle cores
 def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Project) -> None:
     strategies = project.folder / PACKAGE / "strategies"
     for name in ("data_parallel", "accelerate", "deepspeed", "horovod"):
         (strategies / f"{name}.py").unlink(missing_ok=True)
     (strategies / "fsdp.py").write_text(NOT_TRAINING, encoding="utf-8")
     (strategies / "mine.py").write_text(ON_ONE_DEVICE, encoding="utf-8")
-    (strategies / "yours.py").write_text("import a_library_that_is_not_here\nSTRATEGY = None\n", encoding="utf-8")
     words = ["benchmark", "benchmark.steps=60", "benchmark.rounds=1", "name=b", "optimizer.learning_rate=0.03"]
-    output, errors = project.start(*words).communicate(timeout=380)
+    output, errors = project.start(*words).communicate(timeout=580)
 
     assert not errors, errors
     report = project.json("b", "benchmark/benchmark.json")
@@ -86,14 +85,13 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
         assert row["samples_per_second"] == pytest.approx(16 / row["seconds_per_step"], rel=0.1)
 
     reasons = {entry["name"]: entry["reason"] for entry in report["not_run"]}
-    assert list(reasons) == ["data_parallel", "mine", "yours"]
-    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be one of ddp, fsdp, mine, yours.")
+    assert list(reasons) == ["data_parallel", "mine"]
+    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be one of ddp, fsdp, mine.")
     assert reasons["mine"] == "num_devices: 1, not 2 (mine.log)"
-    assert reasons["yours"].startswith("strategy=yours: a_library_that_is_not_here is not installed. Type: ")
     folder = project.directory("b") / "benchmark"
-    assert "a_library_that_is_not_here" in (folder / "yours.log").read_text(encoding="utf-8")
+    assert "must be one of ddp, fsdp, mine." in (folder / "data_parallel.log").read_text(encoding="utf-8")
     text = (folder / "benchmark.md").read_text(encoding="utf-8")
-    assert output.endswith(f"\n{text}") and "benchmark 9/9: yours … " in output and "0:00:00 left" in output
+    assert output.endswith(f"\n{text}") and "benchmark 8/8: mine … " in output and "0:00:00 left" in output
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
     assert not (folder / "run").exists()

@@ -109,9 +109,9 @@ def test_config_of_an_example_names_keys_that_there_are(example: str) -> None:
     written = yaml.safe_load((ROOT / "examples" / example / "config.yaml").read_text(encoding="utf-8"))
     known = to_dict(load_config(ROOT / "config.yaml"))
     for section in written.keys() - {"data", "model"}:
-        assert section in known and (
-            not isinstance(known[section], dict) or written[section].keys() <= known[section].keys()
-        )
+        assert section in known
+        if isinstance(known[section], dict):
+            assert written[section].keys() <= known[section].keys()
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -237,9 +237,7 @@ def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: 
     assert missing.startswith("error: strategy=horovod: must be one of ") and "template" in missing
     assert "own" in missing and "base" not in missing and "numerics" not in missing
     missing = project.run("logging.tracker=wandb", code=2)
-    assert (
-        missing.startswith("error: logging.tracker=wandb: must be one of none, tensorboard.") and "template" in missing
-    )
+    assert "logging.tracker=wandb: must be one of none, tensorboard." in missing and "template" in missing
     project.run("strategy=own", "device_ids=cpu,cpu", "training.max_steps=1")
 
 

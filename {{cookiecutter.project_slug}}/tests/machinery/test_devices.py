@@ -105,7 +105,7 @@ def test_missing_gpu_is_refused_with_those_that_exist() -> None:
     hidden = refusal([3, 1, 2], four, "3,2")
     assert "GPU 1 does not exist; CUDA_VISIBLE_DEVICES=3,2 leaves [3, 2]. Use device_ids=auto" in hidden
     none = refusal([0], four, "")
-    assert "there is no GPU to use (CUDA_VISIBLE_DEVICES= hides every GPU). Use device_ids=cpu." in none
+    assert "CUDA_VISIBLE_DEVICES= leaves [] (CUDA_VISIBLE_DEVICES= hides every GPU). Use device_ids=auto" in none
 
 
 def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
@@ -132,7 +132,7 @@ def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
     assert states(devices.notes) == ["below launch.min_free_memory_gib=2"] * 2
     assert names("auto", SimulatedNvml()) == ["cpu"]
     assert names("auto", SimulatedNvml(9), "") == ["cpu"]
-    assert names("auto:2", full, is_cpu_enough=True) == ["cpu"]
+    assert names("auto:2", full, is_cpu_enough=True) == ["cpu", "cpu"]
     assert "found 1 of 2" in refusal("auto:2", SimulatedNvml(1, 9), is_cpu_enough=True)
     assert "found 0 of 2" in refusal("auto:1", full)
     if not torch.cuda.is_available():  # torch is asked where NVML does not answer

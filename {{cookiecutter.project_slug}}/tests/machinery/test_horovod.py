@@ -29,6 +29,8 @@ HOROVODRUN = {
 def test_horovodrun_trains_as_our_own_ranks(project: Project) -> None:
     words = [*WORDS, "training.epochs=10"]
     output = project.run("name=own", *words)
+    output += project.run("name=own", *words)  # a complete run, which trains nothing
+    assert "is complete" in output
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     output += project.run("name=launched", *words, command=[horovodrun, "-np", "2", sys.executable])
     assert "Horovod background loop" not in output, "what it prints of a rank that left without a word"

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from template_package.config import Config, LaunchConfig, load_config
 from template_package.errors import ConfigError
 from template_package.launching.environment import Launched, choose_interface, find_launcher
 from template_package.launching.launcher import find_node, serve_local_store
-from template_package.launching.processes import OUT_OF_MEMORY, num_usable_cores, run_processes
+from template_package.launching.processes import OUT_OF_MEMORY, READY, num_usable_cores, run_processes
 
 from conftest import ROOT, Project
 
@@ -219,8 +218,9 @@ def test_two_nodes_with_different_numbers_of_ranks_train_as_one_process_does(pro
 
 def test_run_that_is_asked_to_stop_does_not_start_again_with_less_memory() -> None:
     def exit_code(seconds: float) -> int:
-        options: Any = {"ask_to_stop": lambda _: True, "reported_failure": lambda _: None, "environment": {}}
-        code, _ = run_processes(run_out_of_memory, [(seconds,)], start_method="fork", **options)
+        store = serve_local_store()
+        store.set(READY, "1")
+        code, _ = run_processes(run_out_of_memory, [(seconds,)], store, start_method="fork", environment={})
         return code
 
     assert exit_code(0.0) == OUT_OF_MEMORY
