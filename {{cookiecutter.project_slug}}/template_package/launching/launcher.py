@@ -124,8 +124,8 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
-    # A connection of its own: another thread may wait for an answer on that one. A store that is gone would be sought for
-    # minutes, so not when it is needed.
+    # A connection of its own: another thread may wait for an answer on that one. Made now: the search for a store that
+    # is gone takes minutes.
     store = None if context.store is None else context.store.clone()  # type: ignore[attr-defined]
 
     def fail(text: str, code: int) -> int:

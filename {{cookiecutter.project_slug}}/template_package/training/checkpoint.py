@@ -60,7 +60,7 @@ class CheckpointFolder:
             try:
                 return path, load_checkpoint(path)
             except ConfigError as error:
-                logger.warning("%s The one before it is tried.", error)
+                logger.warning("%s Another one is tried.", error)
         return None
 
 

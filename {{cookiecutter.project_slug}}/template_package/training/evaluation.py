@@ -111,7 +111,7 @@ class Evaluator:
         """Numbers by name, or nested lists of them, the same on every rank. The metrics begin anew.
 
         Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
-        entry: ranks with different numbers of entries wait for each other or crash, and one without samples computes nan.
+        entry: ranks with other numbers of entries wait for each other or crash, and one without samples computes nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
