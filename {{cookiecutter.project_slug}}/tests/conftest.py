@@ -78,7 +78,7 @@ class Session:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs the commands."""
+        """The id of the process that runs the commands."""
         assert self._process is not None, "start it first"
         return self._process.pid
 
@@ -148,7 +148,7 @@ class Project:
         )
 
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
-        """What the command prints; it must end with exit code `code`. Without `command` it runs in the session."""
+        """The output of the command, which must end with exit code `code`. Without `command` it runs in the session."""
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))
         else:
