@@ -22,6 +22,7 @@ from pathlib import Path
 
 from loops.settings import LEARNING_RATE, WEIGHT_DECAY, Settings
 from plan import LOG_EVERY, Case, Row
+from workload.dataset import Images
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
@@ -75,7 +76,10 @@ class Bench:
         (self._project / "config.yaml").write_text(CONFIG, encoding="utf-8")
         command = [sys.executable, "-m", "compileall", "-q", str(self._project), str(HERE / "workload")]
         subprocess.run(command, check=True)
-        self._orders = {work: self._write_orders(cases, work) for work in {case.work for case in cases}}
+        kinds = {(case.work, case.num_samples) for case in cases}
+        self._orders = {kind: self._write_orders(cases, *kind) for kind in kinds}
+        self._images = folder / "images"
+        Images(str(self._images), max((case.num_samples for case in cases if case.data == "images"), default=0)).write()
 
     def run(self, row: Row, case: Case) -> Measurement:
         """Start the row's command, wait for its end and read what it left."""
@@ -90,7 +94,10 @@ class Bench:
             num_samples=case.num_samples,
             log_every=LOG_EVERY,
             is_tuned=row.is_tuned,
-            orders=str(self._orders[case.work]),
+            orders=str(self._orders[case.work, case.num_samples]),
+            data=case.data,
+            num_workers=case.num_workers,
+            images=str(self._images),
             port=_free_port(),
         )
         is_ours = row.script == "run.py"
@@ -119,6 +126,9 @@ class Bench:
             f"model.work={settings.work}",
             f"data.work={settings.work}",
             f"data.num_samples={settings.num_samples}",
+            f"data.data={settings.data}",
+            f"data.images={settings.images}",
+            f"loader.num_workers={settings.num_workers}",
             f"training.max_steps={settings.num_steps}",
             f"training.global_batch_size={settings.global_batch_size}",
         ]
@@ -137,10 +147,10 @@ class Bench:
         assert lost < 0.01 * summary["train_seconds"] + 0.05, f"{lost} s of training between the laps"
         return laps, summary["peak_memory_mib"], lines[-1]["loss"]
 
-    def _write_orders(self, cases: Sequence[Case], work: str) -> Path:
-        own = [case for case in cases if case.work == work]
+    def _write_orders(self, cases: Sequence[Case], work: str, num_samples: int) -> Path:
+        own = [case for case in cases if (case.work, case.num_samples) == (work, num_samples)]
         num_epochs = max(-(-case.num_steps * case.batch_size * case.num_ranks // case.num_samples) for case in own)
-        path = self._folder / f"orders_{work}"
+        path = self._folder / f"orders_{work}_{num_samples}"
         program = (
             "import pathlib, sys, torch; from template_package.data.loader import epoch_order; "
             f"orders = [epoch_order({own[0].num_samples}, {SEED}, epoch) for epoch in range({num_epochs})]; "

@@ -42,10 +42,15 @@ class Case:
     num_samples: int
     num_warmup_laps: int
     """The first laps, which count for nothing."""
+    data: str = "batches"
+    """How samples are read, see workload/dataset.py. batches: all loops read tuples but for the tuned ones and ours."""
+    num_workers: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.work}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        data = "" if self.data == "batches" else f" on {self.data}"
+        workers = f", {self.num_workers} workers" if self.num_workers else ""
+        return f"{self.work}{data}{workers}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
 
 
 PEERS = [
@@ -71,6 +76,21 @@ CASES = [
     Case("transformer", 1, num_steps=250, batch_size=4, num_samples=1600, num_warmup_laps=1),
     Case("transformer", 2, num_steps=250, batch_size=4, num_samples=1600, num_warmup_laps=1),
 ]
+CASES += [
+    Case("mlp", ranks, 400, 32, num_samples=2048 if data == "images" else 16000, num_warmup_laps=1, data=data,
+         num_workers=workers)
+    for data, workers in [("tensors", 0), ("tuples", 0), ("torch draws", 0), ("other draws", 0), ("images", 0),
+                          ("images", 2)]
+    for ranks in (1, 2)
+]  # fmt: skip
+DATA_ROWS = (BARE, AGAIN, TUNED, "Accelerate", "Fabric", "Lightning Trainer", OURS)
+"""The loops that are measured on every kind of data set."""
+
+
+def rows_of(case: Case) -> list[Row]:
+    """The loops that are measured on the case."""
+    rows = [row for row in ROWS if case.num_ranks in row.num_ranks and case.work in row.works]
+    return [row for row in rows if case.data == "batches" or row.name in DATA_ROWS]
 
 
 def shorten(case: Case) -> Case:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from measuring import HERE, Bench, Measurement
-from plan import CASES, ROWS, shorten
+from plan import CASES, ROWS, rows_of, shorten
 from reporting import describe_machine, differing_losses, markdown, replace_section
 
 
@@ -30,7 +30,7 @@ def main() -> None:
         bench = Bench(Path(folder), cases)
         for number in range(1 if arguments.quick else arguments.rounds):
             for case in cases:
-                own = [row for row in rows if case.num_ranks in row.num_ranks and case.work in row.works]
+                own = [row for row in rows_of(case) if row in rows]
                 random.Random(number).shuffle(own)  # no row always comes after the same one
                 for row in own:
                     measurement = bench.run(row, case)

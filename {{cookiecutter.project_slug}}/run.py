@@ -35,6 +35,9 @@ def main(arguments: list[str]) -> int:
     """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
     from template_package.errors import ConfigError
 
+    if sys.platform == "win32":  # signals, locks and sockets of Unix
+        print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
+        return 2
     try:
         from template_package.commands import parse_command_line, run_command
 

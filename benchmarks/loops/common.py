@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Sampler
-from workload.dataset import BatchedSamples, Samples
+from workload.dataset import make_dataset
 
 from loops.settings import LEARNING_RATE, WEIGHT_DECAY, Settings
 
@@ -46,11 +46,12 @@ class OrderedBatches(Sampler[list[int]]):
 def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any]:
     """A DataLoader as most people write it, or (tuned) one that gets whole batches from the data set."""
     batches = OrderedBatches(settings, rank, num_ranks)
-    if settings.is_tuned:
-        return DataLoader(
-            BatchedSamples(settings.work, settings.num_samples), batch_sampler=batches, collate_fn=as_it_is
-        )
-    return DataLoader(Samples(settings.work, settings.num_samples), batch_sampler=batches)
+    samples = (settings.work, settings.num_samples, settings.data, settings.images)
+    if settings.data == "batches" and not settings.is_tuned:
+        return DataLoader(make_dataset(*samples[:2], "tuples", ""), batch_sampler=batches)
+    dataset = make_dataset(*samples, is_tuned=settings.is_tuned)
+    collate = as_it_is if hasattr(dataset, "__getitems__") and settings.is_tuned else None
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=settings.num_workers)
 
 
 def as_it_is(batch: Any) -> Any:

@@ -27,6 +27,11 @@ class Settings:
     """Whole batches from the data set, and the fused AdamW."""
     orders: str
     """A file of int64: the order of the samples in one epoch after another, as the generated trainer shuffles them."""
+    data: str
+    """How samples are read, see workload/dataset.py."""
+    num_workers: int
+    images: str
+    """The folder of the PNGs."""
     port: int
     """A free one, for loops that meet at an address of their own."""
 

@@ -6,11 +6,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from .conftest import SAME
-from .namespaces import ADDRESSES
+from .namespaces import ADDRESSES, INTERFACE
 from .running import Command, Host, left_after
 
 PORT = "29650"
@@ -63,6 +64,25 @@ def test_two_hosts_train_as_one_process_does(
     all_end(start(image_hosts, *SAME, devices=devices))
     image_hosts[0].has_trained("run", 1 + len(devices[1].split(",")), image_losses)
     assert not image_hosts[1].lines("run", "train"), "only node 0 writes"
+
+
+def test_name_that_is_a_loopback_address_on_its_own_host(
+    slow_hosts: list[Host], slow_losses: list[float], tmp_path: Path
+) -> None:
+    """As Debian's installer writes it into /etc/hosts: the route to one's own name is then the loopback."""
+    for host, address in zip(slow_hosts, ("127.0.1.1", ADDRESSES[0]), strict=True):
+        names = tmp_path / f"hosts_{address}"
+        names.write_text(f"127.0.0.1 localhost\n{address} node0\n", encoding="utf-8")
+        mount = f'mount --bind "{names}" /etc/hosts && exec "$@"'
+        host.prefix = (*host.prefix, "unshare", "--mount", "sh", "-c", mount, "sh")
+    meeting = ("launch.nodes=2", "launch.master_addr=node0", f"launch.master_port={PORT}", "device_ids=cpu", "name=run")
+    words = (*meeting, "model.seconds_per_step=0")
+    code = "from ddp_experiment.launching.environment import choose_interface; choose_interface(None, 'node0')"
+    code += "; import os; print(os.environ['GLOO_SOCKET_IFNAME'])"
+    printed = slow_hosts[0].start(sys.executable, "-c", code).ended()
+    assert printed == f"{INTERFACE}\n"
+    all_end([host.python(*words, f"launch.node_rank={number}") for number, host in enumerate(slow_hosts)])
+    slow_hosts[0].has_trained("run", 2, slow_losses)
 
 
 def test_torchrun_with_its_own_rendezvous(image_hosts: list[Host], image_losses: list[float]) -> None:

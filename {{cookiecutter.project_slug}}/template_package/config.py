@@ -21,7 +21,6 @@ from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
 
-YEAR_IN_MINUTES = 365 * 24 * 60
 Section = TypeVar("Section", bound=type)
 
 
@@ -41,14 +40,8 @@ def parse_device_ids(value: object) -> str | list[int] | list[str]:
     raise ValueError("must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids=0,2 or device_ids=cpu,cpu.")
 
 
-def _whole(value: Any) -> Any:
-    """1e5 as 100000: to Python's int() it is no number."""
-    is_whole = isinstance(value, str) and re.fullmatch(r"\d+(\.0*)?[eE]\+?\d{1,2}", value)
-    return int(float(value)) if is_whole else value
-
-
-Count = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(_whole)]
-Positive = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -66,8 +59,8 @@ class LaunchConfig:
     start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # whether auto takes GPUs where others compute
-    wait_minutes: Annotated[float, Field(ge=0, le=YEAR_IN_MINUTES)] = 0.0  # for GPUs that others use
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=YEAR_IN_MINUTES)] = 10.0  # without progress, then the run ends
+    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # for GPUs that others use
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # without progress, then the run ends
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
@@ -183,49 +176,27 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        for key, is_possible, rule in _relations(self):
-            if not is_possible:
+        for is_conflict, key, rule in _conflicts(self):
+            if is_conflict:
                 section, _, name = key.rpartition(".")
                 value = getattr(getattr(self, section) if section else self, name)
                 raise ValueError(f"{key}={one_line(value)}: {rule}")
 
 
-def _relations(config: Config) -> Iterator[tuple[str, bool, str]]:
-    """(key, whether its value agrees with the other keys and with the files of this project, rule and remedy)."""
-    launch, training, evaluation = config.launch, config.training, config.evaluation
-    strategies = available_files("strategies", besides=("base", "numerics", "library_environment", "zero"))
+def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
+    strategies = available_files("strategies", besides=("base", "numerics", "state", "library_environment", "zero"))
     trackers = ["none", *available_files("tracking", besides=("logs", "confusion_matrix"))]
-    for key, name, names in (
-        ("strategy", config.strategy, strategies),
-        ("logging.tracker", config.logging.tracker, trackers),
-    ):
-        remedy = "Others come with the template: copy their file."
-        if close := get_close_matches(name, names, n=1):
-            remedy = f"Did you mean {key}={close[0]}?"
-        yield key, name in names, f"must be one of {', '.join(names)}. {remedy}"
-    devices = config.device_ids if isinstance(config.device_ids, list) else []
-    is_possible = len(set(devices)) == len(devices) or "cpu" in devices or launch.backend == "gloo"
-    yield "device_ids", is_possible, "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
-    is_possible = len(set(devices)) == len(devices) or config.strategy != "data_parallel"
-    yield "device_ids", is_possible, "data_parallel drives one CPU, or GPUs named once. Set device_ids=cpu."
-    yield "launch.backend", launch.backend != "nccl" or "cpu" not in devices, "NCCL has no CPU ranks. Set it to auto."
-    is_reachable = not re.fullmatch(r"localhost|::1|127\..*", launch.master_addr) and launch.master_port > 0
-    rule = "other nodes cannot reach it. Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0."
-    yield "launch.master_addr", launch.nodes == 1 or is_reachable, rule
-    is_possible = config.ddp.gradient_compression == "none" or config.strategy in ("ddp", "accelerate", "horovod")
-    yield "ddp.gradient_compression", is_possible, f"strategy={config.strategy} has none. Set it to none."
-    rule = "does not go with trial micro-batches. Set training.micro_batch_size to a number."
-    for key, is_on in (
-        ("training.sync_batchnorm", training.sync_batchnorm),
-        ("ddp.static_graph", config.ddp.static_graph),
-    ):
-        yield key, training.micro_batch_size != "auto" or not is_on, rule
-    is_possible = evaluation.metric != "loss" or evaluation.mode == "min"
-    yield "evaluation.mode", is_possible, "the smaller a loss, the better. Set evaluation.mode=min."
-    is_possible = training.early_stopping_epochs is None or bool(evaluation.every_epochs or evaluation.every_steps)
-    yield "training.early_stopping_epochs", is_possible, "needs evaluations. Set evaluation.every_epochs=1."
-    is_possible = config.checkpoint.initial_weights is None or config.checkpoint.resume in ("auto", "never")
-    yield "checkpoint.initial_weights", is_possible, "checkpoint.resume=PATH brings weights too. Set one of the two."
+    choices = (("strategy", config.strategy, strategies), ("logging.tracker", config.logging.tracker, trackers))
+    for key, name, names in choices:
+        close = get_close_matches(name, names, n=1)
+        remedy = f"Did you mean {key}={close[0]}?" if close else "Others come with the template: copy their file."
+        yield name not in names, key, f"must be one of {', '.join(names)}. {remedy}"
+    launch, devices = config.launch, config.device_ids
+    is_doubled = isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
+    rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
+    yield is_doubled and launch.backend != "gloo", "device_ids", rule
+    yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
@@ -324,28 +295,21 @@ def _unknown_key(key: str, value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """The first mistake in one line: key, value, rule, remedy."""
-    known = dict(_all_keys())
-    problems: dict[str, list[Any]] = {}
-    for problem in error.errors(include_url=False):  # several for one key, if its type is a union
-        dotted = ".".join(map(str, problem["loc"]))
-        key = max((key for key in known if f"{dotted}.".startswith(f"{key}.")), key=len, default=dotted)
-        problems.setdefault(key, []).append(problem)
-    key, (first, *others) = next(iter(problems.items()))
-    typed = f"{key}={one_line(first['input'])}"
-    if isinstance(cause := first.get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
+    known, problems = dict(_all_keys()), error.errors(include_url=False)
+    places = [".".join(map(str, problem["loc"])) for problem in problems]
+    key = max((key for key in known if f"{places[0]}.".startswith(f"{key}.")), key=len, default=places[0])
+    problems = [p for p, place in zip(problems, places, strict=True) if f"{place}.".startswith(f"{key}.")]
+    value, typed = problems[0]["input"], f"{key}={one_line(problems[0]['input'])}"
+    if isinstance(cause := problems[0].get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
         message = " ".join(str(cause).split())
-        if not key or isinstance(first["input"], dict):  # of a whole section: it names its key itself
-            return f"{key}.{message}".lstrip(".")
-        return f"{typed}: {message}"
-    if first["type"] == "missing":
+        # The message of a whole section names its key itself.
+        return f"{key}.{message}".lstrip(".") if not key or isinstance(value, dict) else f"{typed}: {message}"
+    if problems[0]["type"] == "missing":
         return f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
-    rule = " or ".join(dict.fromkeys(problem["msg"] for problem in (first, *others)))
-    rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or")
-    choices = [choice for problem in (first, *others) for choice in re.findall(r"'(\w+)'", problem["msg"])]
-    close = get_close_matches(str(first["input"]).lower(), choices, n=1)
-    default, factory = known[key].default, known[key].default_factory
-    default = factory() if factory is not MISSING else default
-    remedy = f"The default is {one_line(default)}." if default is not MISSING else "Its type is in the config class."
-    if close:
-        remedy = f"Did you mean {key}={close[0]}?"
-    return f"{typed}: {rule.split(', unable')[0]}. {remedy}"
+    rule = " or ".join(dict.fromkeys(problem["msg"] for problem in problems))  # several, if the type is a union
+    rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or").split(", unable")[0]
+    if close := get_close_matches(str(value).lower(), re.findall(r"'(\w+)'", rule), n=1):
+        return f"{typed}: {rule}. Did you mean {key}={close[0]}?"
+    default = known[key].default
+    remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
+    return f"{typed}: {rule}. {remedy}"

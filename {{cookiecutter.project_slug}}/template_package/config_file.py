@@ -37,11 +37,9 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     for position, word in enumerate(overrides):
         key, equals, text = word.partition("=")
         if not equals or not key or key[0] in "-+~":
-            following = (
-                [] if equals else [other for other in overrides[position + 1 : position + 2] if "=" not in other]
-            )
-            remedy = f"{key.lstrip('-+~').replace('-', '_') or 'KEY'}={text or ''.join(following) or 'VALUE'}"
-            raise ConfigError(f"{one_line(' '.join([word, *following]))}: a setting is key=value. Write {remedy}.")
+            value = text if equals else "".join(w for w in overrides[position + 1 : position + 2] if "=" not in w)
+            remedy = f"{key.lstrip('-+~').replace('-', '_') or 'KEY'}={value or 'VALUE'}"
+            raise ConfigError(f"{one_line(word)}: a setting is key=value. Write {remedy}.")
         *sections, name = key.split(".")
         section = settings
         for inner in sections:
@@ -55,11 +53,8 @@ def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:
-        line = (
-            f", line {error.problem_mark.line + 1}"
-            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark
-            else ""
-        )
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{source}{line}: not readable as YAML ({one_line(error)}). Correct it there.") from None
 
 

@@ -6,11 +6,12 @@ model.py; `run.py predict` uses `read_inputs`.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -22,23 +23,12 @@ NUM_CLASSES = 10
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
+    """The keys of config.yaml under `data:`. What a rule here refuses is one line, before anything starts."""
 
-    validation_fraction: float = 0.15
-    test_fraction: float = 0.15
-    shift_probability: float = 0.5
+    validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
+    test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
+    shift_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Chance that a training image is moved by up to one pixel each way. 0 turns augmentation off."""
-
-    def __post_init__(self) -> None:
-        if (
-            min(self.validation_fraction, self.test_fraction) <= 0
-            or self.validation_fraction + self.test_fraction > 0.9
-        ):
-            raise ValueError(
-                "validation_fraction and test_fraction must be above 0, and at most 0.9 together. Set 0.15."
-            )
-        if not 0 <= self.shift_probability <= 1:
-            raise ValueError(f"shift_probability={self.shift_probability}: must be from 0 to 1. Set 0.5, for example.")
 
 
 class Batch(NamedTuple):
@@ -101,9 +91,8 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
         if images.shape[2:] != (8, 8) or not len(images):
             raise ValueError(f"its shape is {array.shape}")
     except Exception as error:  # a file that is no array fails anywhere in NumPy's reader
-        raise ConfigError(
-            f"predict {source}: must hold an array (8, 8) or (N, 8, 8) ({error}). Use numpy.save."
-        ) from None
+        rule = f"must hold an array (8, 8) or (N, 8, 8) ({error})"
+        raise ConfigError(f"predict {source}: {rule}. Use numpy.save.") from None
     names = [f"{Path(source).name}[{index}]" for index in range(len(images))]
     return Digits(images, torch.zeros(len(images), dtype=torch.long)), names
 

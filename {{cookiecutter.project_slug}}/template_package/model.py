@@ -7,9 +7,10 @@ target tokens, say) and `complete_config(model, data)` (values that one of the t
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from .dataset import NUM_CLASSES, Batch
@@ -20,21 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelConfig:
-    """The keys of config.yaml under `model:`."""
+    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
 
-    num_classes: int = NUM_CLASSES
-    channels: int = 32
+    num_classes: Annotated[int, Field(ge=NUM_CLASSES)] = NUM_CLASSES
+    channels: Annotated[int, Field(multiple_of=4, gt=0)] = 32
     """Feature maps of the first half; the second half has twice as many. A multiple of 4, for GroupNorm."""
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not NUM_CLASSES <= self.num_classes <= 100_000:
-            rule = f"must be from {NUM_CLASSES} (NUM_CLASSES in dataset.py) to 100000. Set {NUM_CLASSES}."
-            raise ValueError(f"num_classes={self.num_classes}: {rule}")
-        if not 4 <= self.channels <= 4096 or self.channels % 4:
-            raise ValueError(f"channels={self.channels}: must be a multiple of 4, at most 4096. Set 32, for example.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be from 0 to below 1. Set 0.1, for example.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
 def build_model(config: ModelConfig) -> nn.Module:

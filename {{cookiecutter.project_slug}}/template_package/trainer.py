@@ -19,14 +19,12 @@ from .data.loader import TrainLoader, build_datasets
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import CheckpointFolder, load_initial_weights
-from .training.checks import FiniteCheck, check_replicas
+from .training.checkpoint import CheckpointFolder, collect_state, find_state, load_initial_weights, resume
+from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.optimization import choose_optimizer, learning_rate, set_learning_rate
 from .training.progress import Progress, StepClock
-from .training.rehearsal import MemoryLimit, rehearse
-from .training.resuming import collect_state, describe_resume, find_state, resume
-from .training.run_files import log_devices, run_lock, write_environment, write_summary
+from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
 from .training.stopping import Interrupted, StopRequest, beat, hang_watch
 
 logger = logging.getLogger(__name__)
@@ -51,8 +49,9 @@ class Trainer:
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
         self.finite = FiniteCheck(context)
-        self.epoch_loss = torch.zeros(2, dtype=torch.float64, device=context.device)  # loss x samples, samples
-        model = user_model.build_model(config.model)
+        self.epoch_loss, self.epoch_samples = torch.zeros((), dtype=torch.float64, device=context.device), 0
+        with context.local_rank_first("model"):
+            model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
         self.strategy = create_strategy(config, context)
@@ -69,10 +68,8 @@ class Trainer:
         """Train from where the run stands to its end; StopRun(128 + signal number) after a request to stop."""
         with run_lock(self.directory):
             self.resume()
-            has_summary = from_main(
-                (self.directory / "summary.json").exists
-            )  # not if it was killed just before its end
-            if self.is_complete and has_summary:
+            # A run that was killed just before its end has no summary.
+            if self.is_complete and from_main((self.directory / "summary.json").exists):
                 ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else "epochs"
                 ended_by = "max_steps" if self.progress.step == self.config.training.max_steps else ended_by
                 words = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
@@ -105,6 +102,7 @@ class Trainer:
         memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
+            rehearse_last(self.strategy, self.loader, self.context)
         self.evaluator.set_micro_batch_size(self.loader.micro_batch_size)
         if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
@@ -114,7 +112,7 @@ class Trainer:
             is_evaluation_pending=progress.is_evaluation_pending,
         )  # fmt: skip
         write_environment(directory, self.config, self.context, devices)
-        self.profiler = _profiler(self.config.logging.profile_steps, progress.step, directory, self.context.rank)
+        self.profiler = start_profiler(directory, self.context.rank, self.config.logging.profile_steps, progress.step)
         self.loader.start(progress.epoch, progress.position)
         self.clock.start(progress.num_samples_seen)
         return memory
@@ -142,9 +140,8 @@ class Trainer:
         config, progress = self.config, self.progress
         num_samples = progress.count_step()
         self.finite.note(step_loss, progress.step)
-        self.epoch_loss += torch.stack(
-            [step_loss.double() * num_samples, torch.full_like(step_loss, num_samples).double()]
-        )
+        self.epoch_loss += step_loss.double() * num_samples
+        self.epoch_samples += num_samples
         if self.profiler is not None:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
@@ -161,18 +158,20 @@ class Trainer:
         """Write the step's figures: of all steps, only these wait for the device."""
         self.finite.raise_if_found()
         progress = self.progress
-        loss, epoch_sum, num_samples = all_reduce(torch.cat([step_loss.double().view(1), self.epoch_loss])).tolist()
+        losses = torch.stack([step_loss.double(), self.epoch_loss / self.epoch_samples])
+        loss, epoch_loss = (all_reduce(losses) / self.context.world_size).tolist()
         record: dict[str, Any] = {
             **progress.line("train"),
-            "loss": loss / self.context.world_size,
+            "loss": loss,
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
         }
         if gradient_norm is not None:
             record["gradient_norm"] = gradient_norm.item()
-        self.tracking.record(record, epoch_loss=epoch_sum / num_samples if progress.is_epoch_end else None)
+        self.tracking.record(record, epoch_loss if progress.is_epoch_end else None)
         if progress.is_epoch_end:
             self.epoch_loss.zero_()
+            self.epoch_samples = 0
 
     def evaluate(self, stop: StopRequest) -> None:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
@@ -206,7 +205,11 @@ class Trainer:
         found = find_state(self.config, self.checkpoints, is_restart=self.context.attempt > 0)
         resume(found, self.strategy, self.progress, self.config)
         if found is not None and not self.is_complete:
-            describe_resume(found, self.config, self.progress.step, self.total_steps)
+            logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
+            former, now = found.state["config"]["training"]["epochs"], self.config.training.epochs
+            if former != now:
+                words = "training.epochs was %d, is %d: the learning rate follows the schedule of the new length"
+                logger.info(words, former, now)
 
     def finish(self) -> None:
         """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""
@@ -224,19 +227,3 @@ class Trainer:
         self.strategy.close()
         if self.context.is_main:
             logger.info("%s: %s (%s)", status, self.progress.describe(), self.directory)
-
-
-def _profiler(steps: list[int] | None, steps_done: int, directory: Path, rank: int) -> Any:
-    """A started profiler that writes a trace of these steps (first, last) to profile/rank_<r>.json; None for none."""
-    if steps is None or steps_done >= steps[1]:
-        return None
-    from torch.profiler import profile, schedule
-
-    path, skipped = directory / "profile" / f"rank_{rank}.json", max(0, steps[0] - 1 - steps_done)
-    path.parent.mkdir(exist_ok=True)
-    active = schedule(wait=0, warmup=0, active=steps[1] - skipped - steps_done, repeat=1, skip_first=skipped)
-    profiler = profile(
-        schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path)), record_shapes=True
-    )
-    profiler.start()
-    return profiler

@@ -209,9 +209,11 @@ class Project:
 
     def rewind(self, name: str, step: int, new_name: str) -> None:
         """Copy a run as it would be, had it been killed after the checkpoint of `step`."""
+        import torch
+
         shutil.copytree(self.directory(name), self.directory(new_name))
-        for path in (self.directory(new_name) / "checkpoints").glob("step_*.pt"):
-            if int(path.stem[5:]) > step:
+        for path in (self.directory(new_name) / "checkpoints").glob("*.pt"):
+            if torch.load(path, weights_only=True)["step"] > step and (path.stem != "best" or step):  # 0: it is left
                 path.unlink()
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from template_package.config import LoaderConfig
 from template_package.data import loader as loader_module
-from template_package.data.loader import EvaluationLoader, TrainLoader, epoch_order
-from template_package.data.reading import MicroBatch
+from template_package.data.evaluation_loader import EvaluationLoader
+from template_package.data.loader import MicroBatch, TrainLoader, epoch_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
@@ -22,7 +24,7 @@ from template_package.launching.distributed import RankContext
 @pytest.fixture(autouse=True)
 def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `collate` in dataset.py and `loss_weight` in model.py, which would not fit the data here."""
-    monkeypatch.setattr(loader_module, "_collate", None)
+    monkeypatch.setattr(loader_module, "_collate", default_collate)
     monkeypatch.setattr(loader_module, "_loss_weight", None)
 
 
@@ -253,3 +255,29 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
     loader.start(0, 0)
     assert [len(micro.request.indices) for micro, _ in loader.next_step()] == [11, 12]
     assert len(loader.read_first(0, 0).request.indices) == 12
+
+
+class Rare(Dataset[Tensor]):
+    """Item 20 draws from Python's and NumPy's generators, every item from torch's."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = [random.random(), numpy.random.rand(), random.gauss(0, 1)] if index == 20 else [0.0, 0.0, 0.0]
+        return torch.tensor([float(index), torch.rand(()).item(), *drawn], dtype=torch.float64)
+
+
+def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None:
+    seen = set()
+    for size, workers in ((8, 0), (7, 0), (40, 0), (1, 0), (8, 2)):
+        random.seed(size)
+        numpy.random.seed(size)
+        before = random.getstate()[1], str(numpy.random.get_state())
+        loader = train_loader(Rare(), workers=workers, size=size, micro=size)
+        loader.start(0, 0)
+        rows = torch.cat([batch.batch for _ in range(-(-40 // size)) for batch, _ in loader.next_step()])
+        seen.add(tuple(rows[rows[:, 0].argsort()].flatten().tolist()))
+        loader.close()
+        assert (random.getstate()[1], str(numpy.random.get_state())) == before
+    assert len(seen) == 1 and next(iter(seen))[20 * 5 + 2] > 0

@@ -4,9 +4,10 @@ Replace what is marked REPLACE. The trainer uses `DataConfig` and `build_dataset
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -15,17 +16,11 @@ NUM_FEATURES = (8, 3)  # REPLACE: the widths of the two inputs
 
 @dataclass
 class DataConfig:
-    """REPLACE. The keys of config.yaml under `data:`. A ValueError raised here is shown as one line."""
+    """REPLACE. The keys of config.yaml under `data:`, each with its rule (pydantic's Field)."""
 
-    num_samples: int = 2000
-    noise: float = 0.1
+    num_samples: Annotated[int, Field(ge=2)] = 2000
+    noise: Annotated[float, Field(ge=0)] = 0.1
     """Standard deviation of what no model can predict: the lowest loss is its square."""
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.num_samples <= 10_000_000:
-            raise ValueError(f"num_samples={self.num_samples}: must be from 2 to 10000000. Set 2000, for example.")
-        if self.noise < 0:
-            raise ValueError(f"noise={self.noise}: must be at least 0. Set 0.1, for example.")
 
 
 class Batch(NamedTuple):

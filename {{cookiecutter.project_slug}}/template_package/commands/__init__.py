@@ -77,14 +77,12 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             line.config_path = Path(word.removeprefix("--config="))
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
+        elif word in commands and not has_command:
+            line.command, has_command = word, True
         elif has_command and (word == "--json" or not re.match(r"[a-z_]+(\.[a-z_]+)*=|--[a-z]", word)):
             line.rest.append(word)
-        elif word in commands and line.overrides:
-            raise ConfigError(f"{word}: the command comes first. Write python run.py {word} …, then the settings.")
         elif has_command or line.overrides or re.search(r"[=.]|^-", word):
             line.overrides.append(word)
-        elif word in commands:
-            line.command, has_command = word, True
         elif word in TOOLS:
             folder = f"{Path(__file__).parents[1].name}/commands/{word}"
             raise ConfigError(f"{word}: this project was made without it. Copy {folder} from the template (tools=all).")

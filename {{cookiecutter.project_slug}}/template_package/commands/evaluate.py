@@ -10,13 +10,19 @@ from ..config import Config, differing_keys, to_dict
 from ..data.loader import build_datasets
 from ..errors import ConfigError
 from ..files import run_directory, write_json
-from ..launching.distributed import RankContext, from_main, pack, rank_context, unpack
-from ..strategies import create_strategy
+from ..launching.distributed import RankContext, from_main, rank_context
+from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking.logs import rank_logs
-from ..training.checkpoint import CheckpointFolder, check_weights, load_checkpoint
+from ..training.checkpoint import (
+    CheckpointFolder,
+    Found,
+    check_same_values,
+    check_weights,
+    load_checkpoint,
+    read_on_main,
+)
 from ..training.evaluation import Evaluator
-from ..training.resuming import check_same_values
 from ..training.stopping import hang_watch
 from . import CommandLine
 
@@ -59,17 +65,21 @@ def restore(
     path: Path, config: Config, context: RankContext, build_data: Callable[[], Data]
 ) -> tuple[dict[str, Any], Strategy, Data]:
     """A checkpoint's state, its weights under the config's strategy, and the data of build_data; all ranks call it."""
-    state: dict[str, Any] = unpack(from_main(lambda: pack(load_checkpoint(path))))
+    found = read_on_main(lambda: Found(load_checkpoint(path) | {"optimizer": {}}))
+    assert found is not None
+    state = found.state
     name, run = f"checkpoint {path}", path.absolute().parents[1]
     remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
     check_same_values(state["config"], to_dict(config), ("model",), name, remedy)
+    config = settle_precision(config, context)
     data = build_data()
     check_same_values(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)
-    model = user_model.build_model(config.model)
+    with context.local_rank_first("model"):
+        model = user_model.build_model(config.model)
     check_weights({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
-    model.load_state_dict(state["model"])
     strategy = create_strategy(config, context)
     strategy.prepare(model)
+    strategy.set_weights(state["model"])
     return state, strategy, data
 
 

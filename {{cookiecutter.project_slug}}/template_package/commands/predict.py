@@ -14,12 +14,13 @@ from torch.utils.data import Dataset
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..data.loader import EvaluationLoader
+from ..data.evaluation_loader import EvaluationLoader
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import RankContext, gather_objects, rank_context
 from ..strategies.base import Strategy
 from ..tracking.logs import rank_logs
+from ..training.checks import is_out_of_memory
 from ..training.stopping import beat, hang_watch
 from . import CommandLine
 from .evaluate import find_checkpoint, restore
@@ -48,7 +49,9 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         read = partial(_data.read_inputs, source, config.data)
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
         with hang_watch(context, config.launch, directory):
-            parts = gather_objects(_predict_part(strategy, dataset, config, context))
+            size = config.evaluation.micro_batch_size
+            part = _predict_part(strategy, dataset, config, context, AUTO_MICRO_BATCH_SIZE if size == "auto" else size)
+            parts = gather_objects(part)
         strategy.close()
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
@@ -60,21 +63,26 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 @torch.no_grad()
 def _predict_part(
-    strategy: Strategy, dataset: Dataset[Any], config: Config, context: RankContext
+    strategy: Strategy, dataset: Dataset[Any], config: Config, context: RankContext, size: int
 ) -> dict[int, dict[str, Any]]:
-    """{index: row} of this rank's inputs."""
-    label_names, rows, size = getattr(dataset, "label_names", None), {}, config.evaluation.micro_batch_size
+    """{index: row} of this rank's inputs, in micro-batches of `size`, or of half of it if memory runs out."""
+    label_names, rows = getattr(dataset, "label_names", None), {}
     loader = EvaluationLoader(dataset, config.loader, context, "prediction")
     strategy.module.eval()
-    for batch, request in loader.read(AUTO_MICRO_BATCH_SIZE if size == "auto" else size):
-        beat()
-        with strategy.autocast():
-            columns = _model.predict(strategy.evaluation_model, batch)
-        lists = [column.tolist() for column in columns.values()]
-        for index, *values in zip(request.indices, *lists, strict=True):
-            if request.num_samples:
-                row = dict(zip(columns, values, strict=True))
-                if label_names is not None and "label" in row:
-                    row["label"] = label_names[row["label"]]
-                rows[index] = row
-    return rows
+    try:
+        for batch, request in loader.read(size):
+            beat()
+            with strategy.autocast():
+                columns = _model.predict(strategy.evaluation_model, batch)
+            lists = [column.tolist() for column in columns.values()]
+            for index, *values in zip(request.indices, *lists, strict=True):
+                if request.num_samples:
+                    row = dict(zip(columns, values, strict=True))
+                    if label_names is not None and "label" in row:
+                        row["label"] = label_names[row["label"]]
+                    rows[index] = row
+        return rows
+    except RuntimeError as error:
+        if size == 1 or strategy.has_collective_forward or not is_out_of_memory(error):
+            raise
+    return _predict_part(strategy, dataset, config, context, -(-size // 2))

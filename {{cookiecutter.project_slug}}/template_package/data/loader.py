@@ -1,36 +1,66 @@
-"""Decides who gets which samples: the epoch's order, its global batches, each rank's share, and its micro-batches.
+"""Decides who gets which samples (the epoch's order, its global batches, each rank's share, its micro-batches), and
+reads them, in the rank or in worker processes.
 
 All of it is arithmetic on (seed, epoch, position), so a run resumes in the middle of an epoch, on any number of ranks,
-without replaying anything. reading.py reads the samples.
+without replaying anything.
 """
 
+import copy
+import os
+import signal
+import sys
 import time
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config, LoaderConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
+from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
+from . import random_state
 from .random_state import derive_seed, generators_restored, seed_generators
-from .reading import Fetcher, MicroBatch, Request, read_batches
 
-WINDOW = 50
-"""Global batches whose samples are sorted together, where samples have lengths."""
+WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 
-_collate = getattr(user_data, "collate", None)
+_collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
 _loss_weight = getattr(user_model, "loss_weight", None)
+
+
+@dataclass(slots=True)
+class Request:
+    """A micro-batch to read: `num_samples` of `indices` count, with `weight` in the step's loss.
+
+    No tuple: torch's pinning would look at each index in search of tensors.
+    """
+
+    epoch: int
+    indices: list[int]
+    num_samples: int
+    weight: float
+    is_last: bool
+
+
+class MicroBatch(NamedTuple):
+    """The samples of one forward pass, and the request they answer."""
+
+    batch: Any
+    request: Request
 
 
 def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
     """The user's data sets, from generators seeded alike on all ranks; local rank 0 is first: one download a node."""
     seed_generators(config.seed)
-    with context.local_rank_first():
+    with context.local_rank_first("data"):
         return tuple(user_data.build_datasets(config.data))
 
 
@@ -72,15 +102,14 @@ class TrainLoader:
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,
         micro_batch_size: int | str,
     ) -> None:  # fmt: skip
-        self.num_samples = check_dataset(dataset, "training")
-        self.global_batch_size = global_batch_size
+        self.num_samples, self.global_batch_size = check_dataset(dataset, "training"), global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
         largest_share = -(-min(global_batch_size, self.num_samples) // context.world_size)
-        size = largest_share if micro_batch_size == "auto" else int(micro_batch_size)
-        self.micro_batch_size = min(size, largest_share)
+        self.micro_batch_size = min(
+            largest_share if micro_batch_size == "auto" else int(micro_batch_size), largest_share
+        )
         self._context, self._config, self._seed = context, config, seed
-        self._lengths = lengths_of(dataset)
-        self._fetcher = Fetcher(dataset, _collate, seed)
+        self._lengths, self._fetcher = lengths_of(dataset), Fetcher(dataset, seed)
         self._batches: Iterator[MicroBatch] = iter(())
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
@@ -103,14 +132,13 @@ class TrainLoader:
         held = list(self._next_batches())
         weights = torch.stack([loss_weight_of(micro_batch, self._context) for micro_batch in held])
         total = all_reduce(weights.sum())
-        # A global batch may count nothing at all.
-        share = torch.where(total == 0, 0.0, self._context.world_size / total)
+        share = torch.where(total == 0, 0.0, self._context.world_size / total)  # a batch may count nothing at all
         yield from zip(held, weights * share, strict=True)
 
-    def read_first(self, epoch: int, position: int) -> MicroBatch:
+    def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """The largest micro-batch of this rank's next step, for a rehearsal; the steps read it again."""
         next_batch = next(self._global_batches(epoch, position))
-        largest = max(self._share(*next_batch), key=lambda request: len(request.indices))
+        largest = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
         with generators_restored():  # a start more or less must not shift what is drawn
             (micro_batch,) = read_batches(self._fetcher, [largest], self._config, self._context)
@@ -153,27 +181,149 @@ class TrainLoader:
             yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
 
 
-class EvaluationLoader:
-    """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
+class Fetcher(Dataset[MicroBatch]):
+    """Reads one requested micro-batch. The random generators are seeded from (seed, epoch, index) before each item.
 
-    def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str) -> None:
-        self.num_samples = check_dataset(dataset, name)
-        self._context, self._config = context, config
-        self._order, lengths = torch.arange(self.num_samples), lengths_of(dataset)
-        if lengths is not None:  # like lengths together, and some of each on every rank
-            order = lengths.argsort(stable=True)
-            self._order = torch.cat([order[rank :: context.world_size] for rank in range(context.world_size)])
-        self._fetcher = Fetcher(dataset, _collate, seed=0, is_ahead=True)  # nothing here moves the run's generators
+    Those only that the data set draws from: when an item first does, its micro-batch is read again, seeded. A data set
+    whose `__getitems__` returns a whole batch is asked once for it, and derives its random numbers from
+    `set_epoch(epoch)` and the indices itself.
 
-    def read(self, micro_batch_size: int, max_batches: int | None = None) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, of at most so many samples; `max_batches`: only the first."""
-        world_size = self._context.world_size
-        first, last = split_evenly(self.num_samples, world_size, self._context.rank)
-        largest_part = -(-self.num_samples // world_size)
-        num_batches = -(-largest_part // micro_batch_size)
-        pieces = cut_evenly(self._order[first:last].tolist(), num_batches)[:max_batches]
-        requests = [Request(0, piece or [0], len(piece), float(len(piece)), is_last=True) for piece in pieces]
-        return read_batches(self._fetcher, requests, self._config, self._context)
+    is_ahead: read ahead of their step, or outside of any, collate and `__getitems__` are seeded per micro-batch.
+    Otherwise they draw from the rank's generators, whose states a checkpoint holds.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, *, is_ahead: bool = False) -> None:
+        self._dataset, self._seed, self.is_ahead = dataset, seed, is_ahead
+        self._epoch: int | None = None
+        self._draws_from = "nothing"  # as far as is known: "torch", or "all" generators
+        self._states: tuple[Any, dict[str, Any]] = None, {}  # the count of draws, and the generators' states then
+        while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
+            dataset = dataset.dataset
+        self.has_whole_batches = hasattr(dataset, "__getitems__")
+        self.is_quick = self.has_whole_batches and not type(dataset).__module__.startswith("datasets.")  # Hugging Face
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        try:
+            with generators_restored() if self.is_ahead else nullcontext():
+                if self.is_ahead:
+                    seed_generators(derive_seed(self._seed, request.epoch, -3 - request.indices[0]), is_cpu_only=True)
+                return MicroBatch(self._read(request), request)
+        except (StopIteration, SystemExit) as error:  # an iterator over the batches would end, as if they were all
+            raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
+        except Exception as error:
+            error.add_note(f"while reading the samples {request.indices} of {type(self._dataset).__name__}")
+            raise
+
+    def _read(self, request: Request) -> Any:
+        if request.epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(request.epoch)
+        self._epoch = request.epoch
+        if self.has_whole_batches:
+            batch = cast(Any, self._dataset).__getitems__(request.indices)
+            return _collate(batch) if isinstance(batch, list) else batch
+        dataset: Any = self._dataset
+        rows = request.indices
+        if type(dataset) is Subset:
+            dataset, rows = dataset.dataset, [dataset.indices[row] for row in rows]
+        if type(dataset) is TensorDataset and _collate is default_collate:
+            return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
+        return _collate(self._read_items(request))
+
+    def _read_items(self, request: Request) -> list[Any]:
+        items, count = [], random_state.draw_counter()
+        seeds = (derive_seed(self._seed, request.epoch, index) for index in request.indices)
+        if self._draws_from == "all" or count is None:
+            with generators_restored():
+                for index, seed in zip(request.indices, seeds, strict=True):
+                    seed_generators(seed, is_cpu_only=True)
+                    items.append(self._dataset[index])
+            return items
+        if self._states[0] != count():
+            self._states = count(), random_state.get_random_states()
+        torch_state = torch.get_rng_state()
+        for index in request.indices:
+            if self._draws_from == "torch":
+                torch.default_generator.manual_seed(next(seeds))
+            items.append(self._dataset[index])
+        has_drawn = self._draws_from == "nothing" and not torch.equal(torch_state, torch.get_rng_state())
+        if self._states[0] != count():
+            self._draws_from, has_drawn = "all", True
+            random_state.set_random_states(self._states[1])
+        elif has_drawn:
+            self._draws_from = "torch"
+        torch.set_rng_state(torch_state)
+        return self._read_items(request) if has_drawn else items
+
+
+def read_batches(
+    fetcher: Fetcher, requests: Iterable[Request], config: LoaderConfig, context: RankContext,
+    kept: dict[int, DataLoader[MicroBatch]] | None = None, size: int = 0,
+) -> Iterator[MicroBatch]:  # fmt: skip
+    """The requested micro-batches in order, on the rank's device. Dropping the iterator ends its workers.
+
+    kept: loaders whose workers live on instead, by micro-batch size, for requests that are the same each time.
+    """
+    is_on_cpu = context.device.type == "cpu"
+    if config.num_workers != "auto":
+        num_workers = config.num_workers
+    elif is_on_cpu or fetcher.is_quick:
+        num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
+    else:
+        num_workers = min(8, num_usable_cores() // context.local_world_size)
+    if is_on_cpu and num_workers == 0:
+        return (fetcher[request] for request in requests)
+    fetcher = copy.copy(fetcher)
+    fetcher.is_ahead = True
+    loader: DataLoader[MicroBatch] = (kept or {}).get(size) or DataLoader(
+        fetcher,
+        batch_size=None,  # a request is a whole micro-batch already
+        collate_fn=cast(Any, _identity),  # torch's own would turn tuples into lists, and arrays into tensors
+        sampler=cast(Any, requests),
+        num_workers=num_workers,
+        prefetch_factor=config.prefetch_factor if num_workers else None,
+        persistent_workers=num_workers > 0 and kept is not None,
+        pin_memory=context.device.type == "cuda",
+        worker_init_fn=partial(_start_worker, os.getpid()),
+        # A rank started by a fork server would start a server of its own for them, and each would import torch anew.
+        multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+        generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
+    )
+    if kept is not None:
+        kept[size] = loader
+    with signals_blocked() if num_workers else nullcontext():  # a worker that one reaches at its start would die
+        micro_batches = iter(loader)
+    if is_on_cpu:
+        return micro_batches
+    return (micro_batch._replace(batch=move(micro_batch.batch, context.device)) for micro_batch in micro_batches)
+
+
+def _identity(micro_batch: MicroBatch) -> MicroBatch:
+    return micro_batch
+
+
+def _start_worker(rank_pid: int, _worker_id: int) -> None:
+    die_with_parent(rank_pid)
+    os.setpgrp()  # Ctrl-C goes to a whole group: the rank decides, and saves first
+    for number in STOP_SIGNALS:  # some schedulers signal each process of a run
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # for the processes that user code starts here
+    torch.set_num_threads(1)
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A tensor, or another object with a method `to`: a graph, a tokenizer's output."""
+
+    def to(self, device: torch.device, **options: Any) -> Any: ...
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """The batch with everything movable on `device`; tuples, lists, mappings and dataclasses keep their types."""
+
+    def move_one(value: Movable) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+
+    return apply_to_collection(batch, dtype=Movable, function=move_one)
 
 
 def loss_weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
@@ -188,24 +338,20 @@ def loss_weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
 def lengths_of(dataset: Any) -> Tensor | None:
     """The length of each sample, if the data set has an attribute `sample_lengths`."""
     lengths = getattr(dataset, "sample_lengths", None)
-    if lengths is None:
-        return None
-    if len(lengths) != len(dataset):
+    if lengths is not None and len(lengths) != len(dataset):
         words = f"holds {len(lengths)} lengths for {len(dataset)} samples. Give it one length per sample."
         raise ConfigError(f"sample_lengths of {type(dataset).__name__} {words}")
-    return torch.as_tensor(lengths)
+    return None if lengths is None else torch.as_tensor(lengths)
 
 
 def check_dataset(dataset: Dataset[Any], name: str) -> int:
     """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        rule = "Give it __len__ and __getitem__; an IterableDataset is not supported."
-        raise ConfigError(f"the {name} data set ({type(dataset).__name__}) has no length. {rule}")
+        raise ConfigError(f"the {name} data set has no __len__ and __getitem__: an IterableDataset is not supported.")
     lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
-    if len(set(lengths)) > 1:
-        found = "; ".join(f"{number} on rank {rank}" for rank, number in enumerate(lengths))
+    if min(lengths) != max(lengths):
         rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
-        raise ConfigError(f"the {name} data set differs between ranks. Samples: {found}. {rule}")
-    if len(dataset) == 0:
+        raise ConfigError(f"the {name} data set differs between ranks: {lengths} samples. {rule}")
+    if lengths[0] == 0:
         raise ConfigError(f"the {name} data set is empty: build_datasets() must return at least one sample.")
-    return len(dataset)
+    return lengths[0]

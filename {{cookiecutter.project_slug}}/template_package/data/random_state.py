@@ -1,10 +1,13 @@
 """The random generators of a rank: seeding, reading and setting all of them together."""
 
+import ctypes
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, cast
 
 import numpy
@@ -47,6 +50,19 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
     gpus = [device for device in devices if device.type == "cuda"]
     for device, state in zip(gpus, states["cuda"], strict=False):  # the checkpoint may hold fewer
         torch.cuda.set_rng_state(state, device)
+
+
+@cache
+def draw_counter() -> Callable[[], tuple[int, ...]] | None:
+    """A function whose value changes with each draw from Python's or NumPy's generator; None if none is known."""
+    if sys.implementation.name != "cpython":
+        return None
+    python = id(vars(random)["_inst"]) + object.__basicsize__
+    numpys = cast(Any, numpy.random).get_bit_generator().ctypes.state_address
+    words = [ctypes.c_uint32.from_address(at) for at in (python, python + 4, numpys + 4 * 624, numpys)]
+    (_, state, _), (_, keys, position, *_) = random.getstate(), cast(tuple[Any, ...], numpy.random.get_state())
+    is_there = [word.value for word in words] == [state[-1], state[0], position, keys[0]]
+    return (lambda: tuple(word.value for word in words)) if is_there else None
 
 
 @contextmanager

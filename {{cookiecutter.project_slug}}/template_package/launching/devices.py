@@ -1,17 +1,54 @@
-"""The devices of this node's ranks: `device_ids` of config.yaml, checked against the GPUs that are there."""
+"""The devices of this node's ranks: `device_ids` of config.yaml, checked against the GPUs that NVML and CUDA show.
 
+A GPU's lock is an abstract Unix socket (Linux): a name that one process of the machine can bind, and that is free again
+when the process ends, however it ends. Containers with a network of their own have names of their own.
+"""
+
+import math
+import os
+import pwd
+import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from ..config import LaunchConfig, parse_device_ids
 from ..errors import ConfigError, one_line
-from .gpus import GIB, Gpu, Gpus, chooser_lock, find_gpus, gpu_table, lock_holder, take_lock
 
+GIB = 2**30
+LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
 POLL_SECONDS = 3.0
-Locks = dict[Gpu, socket.socket | None]
+WHEELS = {12: "https://download.pytorch.org/whl/cu126", 11: "https://download.pytorch.org/whl/cu118"}
+"""Where torch is built for a driver's CUDA version."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Memory in bytes, infinite where it cannot be read."""
+
+    index: int  # as nvidia-smi shows it, in the order of the PCI bus
+    uuid: str = ""
+    name: str = "GPU"
+    free_memory: float = math.inf
+    total_memory: float = math.inf
+    users: tuple[str, ...] = ()  # whose processes compute on it
+    problem: str = ""  # why torch cannot compute on it
+
+
+class Gpus(NamedTuple):
+    """This node's GPUs."""
+
+    present: list[Gpu]
+    visible: list[Gpu]  # visible[i] is cuda:i
+    mask: str | None  # CUDA_VISIBLE_DEVICES
+    problem: str = ""  # why GPUs are missing, if known
 
 
 class Devices(NamedTuple):
@@ -23,37 +60,33 @@ class Devices(NamedTuple):
 
 
 def take_devices(
-    device_ids: Any,
-    launch: LaunchConfig,
-    environment: Mapping[str, str],
-    *,
-    is_cpu_enough: bool = False,
+    device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], *, is_cpu_enough: bool = False,
     nvml: Any = None,
-) -> Devices:
+) -> Devices:  # fmt: skip
     """The devices of this node, after a wait if `launch` says so. ConfigError if they cannot be had.
 
     is_cpu_enough: auto:N, as auto alone does, takes the CPU where no GPU at all can be taken. nvml: see find_gpus.
     """
     wanted = parse_device_ids(device_ids)
+    if "cpu" in wanted:
+        return Devices(["cpu"] * len(wanted), [])
     if not isinstance(wanted, str):
-        if "cpu" in wanted:
-            return Devices(["cpu"] * len(wanted), [])
         return _take_named([int(index) for index in wanted], launch, find_gpus(environment, nvml))
     num_needed = 1 if wanted == "auto" else int(wanted.removeprefix("auto:"))
     deadline, is_waiting = time.monotonic() + 60 * launch.wait_minutes, False
     while True:
         gpus = find_gpus(environment, nvml)
         chosen, locks, states = _lock_free(wanted, num_needed, gpus, launch)
+        if chosen:
+            return _devices(gpus, chosen, locks, states)
         table = gpu_table(gpus, states)
-        if chosen or time.monotonic() > deadline or len(gpus.visible) < num_needed:
+        if time.monotonic() > deadline or len(gpus.visible) < num_needed:
             break
         if not is_waiting:
             words = f"device_ids={wanted}: waiting for {num_needed} GPUs (launch.wait_minutes={launch.wait_minutes:g})"
             print("\n".join([words, *table]), file=sys.stderr, flush=True)
             is_waiting = True
         time.sleep(POLL_SECONDS)
-    if chosen:
-        return _devices(gpus, chosen, locks, states)
     num_free, notes = [*states.values()].count("free"), [*filter(None, [gpus.problem]), *table]
     if (is_cpu_enough or wanted == "auto") and not num_free and not is_waiting:
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *notes])
@@ -68,23 +101,22 @@ def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
     visible = {gpu.index: gpu for gpu in gpus.visible}
     if missing := [index for index in wanted if index not in visible]:
         there = "this machine has" if gpus.mask is None else f"CUDA_VISIBLE_DEVICES={gpus.mask} leaves"
-        reason = f" ({gpus.problem})" if gpus.problem else ""
-        raise ConfigError(
-            f"device_ids={one_line(wanted)}: GPU {missing[0]} does not exist; {there} {[*visible]}{reason}. "
-            "Use device_ids=auto or some of those."
-        )
+        problem = f"GPU {missing[0]} does not exist; {there} {[*visible]}"
+        problem += f" ({gpus.problem})" if gpus.problem else ""
+        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}. Use device_ids=auto or some of those.")
     chosen = [visible[index] for index in wanted]
+    if problems := [f"GPU {gpu.index}: {gpu.problem}" for gpu in chosen if gpu.problem]:
+        raise ConfigError(f"device_ids={one_line(wanted)}: {problems[0]}. Leave it out, or install an older torch.")
     with chooser_lock():
         locks = {gpu: take_lock(gpu.uuid) for gpu in dict.fromkeys(chosen)}
-    held = [gpu for gpu, lock in locks.items() if lock is None and not launch.share_gpus]
-    warnings = [f"warning: GPU {gpu.index}: another run uses it too ({lock_holder(gpu.uuid)})" for gpu in held]
+    held = [gpu.index for gpu, lock in locks.items() if lock is None and not launch.share_gpus]
     devices = _devices(gpus, chosen, locks, dict.fromkeys(gpus.visible, "not asked for"))
-    return devices._replace(notes=warnings + devices.notes)
+    return devices._replace(notes=[f"warning: GPU {index}: another run uses it too" for index in held] + devices.notes)
 
 
 def _lock_free(
     wanted: str, num_needed: int, gpus: Gpus, launch: LaunchConfig
-) -> tuple[list[Gpu], Locks, dict[Gpu, str]]:
+) -> tuple[list[Gpu], dict[Gpu, socket.socket | None], dict[Gpu, str]]:
     """The GPUs locked for this run, their locks, and the state of each visible GPU in words.
 
     "auto" takes all that are free, "auto:N" the N with the most free memory, or none if there are fewer.
@@ -102,17 +134,143 @@ def _lock_free(
 
 def _obstacle(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
     """The reason why `auto` leaves the GPU out; empty if it does not."""
+    if gpu.problem:
+        return gpu.problem
     if gpu.free_memory < launch.min_free_memory_gib * GIB:
         return f"below launch.min_free_memory_gib={launch.min_free_memory_gib:g}"
     if launch.share_gpus:
         return ""
     if is_locked:
-        return f"another run uses it ({lock_holder(gpu.uuid)})"
-    return "another user computes there" if gpu.other_users else ""
+        return "another run uses it"
+    return "another user computes there" if {*gpu.users} - {user_name(os.geteuid())} else ""
 
 
-def _devices(gpus: Gpus, chosen: list[Gpu], locks: Locks, states: Mapping[Gpu, str]) -> Devices:
+def _devices(
+    gpus: Gpus, chosen: list[Gpu], locks: Mapping[Gpu, socket.socket | None], states: Mapping[Gpu, str]
+) -> Devices:
     names = {gpu: f"cuda:{gpus.visible.index(gpu)}" for gpu in chosen}
     table = gpu_table(gpus, {**states, **{gpu: f"-> {name}" for gpu, name in names.items()}})
     held = tuple(lock for lock in locks.values() if lock is not None)
     return Devices([names[gpu] for gpu in chosen], [*filter(None, [gpus.problem]), *table], held)
+
+
+def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
+    """The GPUs of this node; none if torch is built for the CPU or the driver does not answer. nvml: for pynvml."""
+    mask = environment.get("CUDA_VISIBLE_DEVICES")
+    if nvml is None:
+        if torch.version.cuda is None and torch.version.hip is None:
+            return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
+        import pynvml
+
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
+    except nvml.NVMLError as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
+        gpus = [Gpu(index) for index in range(torch.cuda.device_count())]
+        return Gpus(gpus, gpus, mask, f"NVML: {error}")
+    built = torch.version.cuda or ""
+    with suppress(nvml.NVMLError):
+        driver = nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
+        if built and driver < int(built.partition(".")[0]):
+            problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
+            command = f"python -m pip install --force-reinstall torch --index-url {WHEELS.get(driver, 'URL')}"
+            raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or type: {command}")
+    present, problems = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            present.append(_read(nvml, index))
+        except nvml.NVMLError as error:
+            problems.append(f"GPU {index}: {error}")
+    visible = present if mask is None else _visible(present, mask)
+    if present and not visible:
+        problems.append(f"CUDA_VISIBLE_DEVICES={mask} hides every GPU")
+    return Gpus(present, visible, mask, "; ".join(problems))
+
+
+def _read(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    gpu = Gpu(index, uuid=nvml.nvmlDeviceGetUUID(handle), name=nvml.nvmlDeviceGetName(handle))
+    with suppress(nvml.NVMLError):
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        generations = getattr(torch._C, "_cuda_getArchFlags", str)() or ""  # `sm_75 sm_80 …`; CUDA is not started
+        oldest = min((int(arch) for arch in re.findall(r"sm_(\d+)", generations)), default=0)
+        if 10 * major + minor < oldest:
+            gpu = replace(gpu, problem=f"compute capability {major}.{minor}, for which this torch has no kernels")
+    with suppress(nvml.NVMLError):  # not every GPU and driver answers every question
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        gpu = replace(gpu, free_memory=memory.free, total_memory=memory.total)
+    with suppress(nvml.NVMLError):
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        gpu = replace(gpu, users=tuple(sorted({_owner(process.pid) for process in processes})))
+    return gpu
+
+
+def _owner(pid: int) -> str:
+    try:
+        return user_name(Path(f"/proc/{pid}").stat().st_uid)
+    except OSError:  # in another container, or hidden by hidepid
+        return "a process that cannot be seen"
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or the number of a user without a name (usual in containers)."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
+    """The GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
+    visible: list[Gpu] = []
+    for entry in map(str.strip, mask.split(",")):
+        if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
+            return [Gpu(0, uuid=entry, name="MIG device")]
+        is_uuid = entry.startswith("GPU-")
+        named = [gpu for gpu in gpus if str(gpu.index) == entry or (is_uuid and gpu.uuid.startswith(entry))]
+        if len(named) != 1:
+            break
+        visible += named
+    return visible
+
+
+def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
+    """A line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
+    lines = []
+    for gpu in gpus.present:
+        cells = [f"GPU {gpu.index}", gpu.name]
+        if not math.isinf(gpu.total_memory):
+            cells.append(f"{gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free")
+        if gpu.users:
+            cells.append(f"used by {', '.join(gpu.users)}")
+        lines.append("  ".join([*cells, states.get(gpu, f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}")]))
+    return lines
+
+
+def take_lock(name: str) -> socket.socket | None:
+    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it.
+
+    name: a GPU's UUID. Without one (Jetson, AMD), and elsewhere than on Linux, the lock keeps nobody out.
+    """
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        if name and sys.platform == "linux":
+            lock.bind(LOCK_PREFIX + name)
+    except OSError:  # EADDRINUSE
+        lock.close()
+        return None
+    return lock
+
+
+@contextmanager
+def chooser_lock(patience_seconds: float = 10.0) -> Iterator[None]:
+    """Let one process of the machine at a time into the body: of two runs that want all GPUs, one gets them.
+
+    After patience_seconds the body begins anyway: a process that was halted in it must not halt all others.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while (lock := take_lock("chooser")) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    yield
+    if lock is not None:
+        lock.close()

@@ -9,15 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,17 @@ class RankContext:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    node_rank: int = 0
-    device: torch.device = _CPU
-    devices: tuple[torch.device, ...] = (_CPU,)  # of this process: several only under data_parallel
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),)  # of this process: several only under data_parallel
     device_notes: tuple[str, ...] = ()  # for the log: which GPU became which cuda:i, and why others were left out
     started_at: float = 0.0  # the start of the command, in seconds since 1970
-    store: dist.Store | None = None  # key-value pairs that all ranks reach without a collective; None with one rank
+    node_rank: int = 0
+    store: Any = None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
     attempt: int = 0  # restarts before this start of the ranks
     report: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
 
     @property
     def is_main(self) -> bool:
@@ -43,13 +44,16 @@ class RankContext:
         return self.rank == 0
 
     @contextmanager
-    def local_rank_first(self) -> Iterator[None]:
+    def local_rank_first(self, task: str) -> Iterator[None]:
         """Run the body on local rank 0 of each node before its neighbours, so that a download happens once a node."""
+        key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
-            barrier()
-        yield
-        if self.local_rank == 0:
-            barrier()
+            self.store.wait([key], timedelta(days=7))  # no collective: NCCL's watchdog would abort a long download
+        try:
+            yield
+        finally:
+            if self.local_rank == 0 and self.local_world_size > 1:
+                self.store.set(key, "")
 
 
 _context = RankContext()
@@ -57,7 +61,9 @@ has_run_here = False  # whether this process has been a rank: it then ends by en
 
 
 def set_context(context: RankContext) -> None:
-    """Store the place of this process. The launcher calls it once, before run_fn."""
+    """Store the place of this process, and set its device. The launcher calls it once, before run_fn."""
+    if context.device.type == "cuda":
+        torch.cuda.set_device(context.device)  # NCCL's collectives use the current one
     global _context, has_run_here  # one process is one rank
     _context, has_run_here = context, True
 
@@ -76,27 +82,20 @@ def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
 
 
 def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
-    """Set this rank's device, then join the process group (NCCL collectives use the current device)."""
-    if context.device.type == "cuda":
-        torch.cuda.set_device(context.device)
-    if context.store is None:  # one rank
+    """Join the process group. One rank has none, unless its strategy needs one."""
+    if dist.is_initialized():
         return
     if backend == "nccl" or (backend == "auto" and context.device.type == "cuda"):
         backend = "cpu:gloo,cuda:nccl"  # gloo carries objects, without a detour through GPU memory
+    has_nccl = "nccl" in backend
     dist.init_process_group(
         "gloo" if backend == "auto" else backend,
         store=dist.PrefixStore("group", context.store),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timeout,
-        device_id=context.device if "nccl" in backend else None,
+        timeout=timedelta(days=7) if has_nccl else timeout,  # NCCL's watchdog would abort a run that was only halted
+        device_id=context.device if has_nccl else None,
     )
-
-
-def join_alone(context: RankContext) -> None:
-    """Join a group of one rank, for strategies that need a process group."""
-    if not dist.is_initialized():
-        join_group(replace(context, store=dist.HashStore()), "auto", timedelta(minutes=10))
 
 
 def leave_group() -> None:
@@ -104,11 +103,6 @@ def leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

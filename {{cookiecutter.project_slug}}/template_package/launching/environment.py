@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # run.py asks launcher_of() before anything slow is imported
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports (32768 on), which any process may be given
+NOWHERE = "192.0.2.1"  # an address for documentation, RFC 5737: the way there is the default route
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface, see netdevice(7)
 
 
@@ -55,26 +56,23 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
     """The place that a launcher gave this process, or None. ConfigError if the environment is half set."""
-    launcher, launched = launcher_of(environment), None
-    if launcher == "torchrun":
-        launched = _torchrun(environment)
-    elif launcher == "srun":
-        launched = _srun(environment, launch)
-    elif launcher == "horovodrun":
-        launched = import_module(".horovodrun", __package__).find(environment, launch)  # comes with Horovod
-    return launched
+    launcher = launcher_of(environment)
+    if launcher == "horovodrun":
+        return import_module(".horovodrun", __package__).find(environment, launch)  # type: ignore[no-any-return]
+    if launcher is None:
+        return None
+    return _torchrun(environment) if launcher == "torchrun" else _srun(environment, launch)
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launched:
-    launcher = "torchrun"
-    if "LOCAL_SIZE" in environment and "LOCAL_WORLD_SIZE" not in environment:  # the same under another name
-        launcher, environment = "deepspeed", {**environment, "LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"]}
+    if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
+        environment = {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], **environment}
     rank, world_size, local_rank, local_world_size, port = read_numbers(environment, TORCHRUN)
     node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local_world_size)
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     place = rank, world_size, local_rank, local_world_size, node_rank
-    return Launched(launcher, *place, environment.get("MASTER_ADDR", "127.0.0.1"), port, attempt, is_served)
+    return Launched("torchrun", *place, environment.get("MASTER_ADDR", "127.0.0.1"), port, attempt, is_served)
 
 
 def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
@@ -83,8 +81,10 @@ def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
         tasks += [int(count)] * int(times or 1)
     address = launch.master_addr
-    if len(tasks) > 1 and is_loopback(address):
-        address = _address_of_first(environment.get("SLURM_STEP_NODELIST", ""))
+    if len(tasks) > 1 and is_loopback(address):  # the first node's name need not be the name of a host
+        command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
+        nodes = subprocess.check_output(command, text=True, timeout=30)
+        address = re.findall(r"NodeAddr=(\S+)", nodes)[0]
     port = launch.master_port or port_for(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}")
     attempt = int(environment.get("SLURM_RESTART_COUNT", "0"))
     return Launched("srun", rank, world_size, local_rank, tasks[node_rank], node_rank, address, port, attempt)
@@ -95,10 +95,8 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
     wrong = [name for name in names if not re.fullmatch("[0-9]+", environment.get(name, ""))]
     if wrong:
         there = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
-        raise ConfigError(
-            f"the environment is half set: {there}, but no number in {', '.join(wrong)}. "
-            "Unset those and type `python run.py`, or start with torchrun, which sets all."
-        )
+        remedy = "Unset those and type `python run.py`, or start with torchrun, which sets all."
+        raise ConfigError(f"the environment is half set: {there}, but no number in {', '.join(wrong)}. {remedy}")
     return [int(environment[name]) for name in names]
 
 
@@ -112,39 +110,27 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def _address_of_first(node_list: str) -> str:
-    """The address that SLURM has for the first of its nodes, whose name need not be the name of a host."""
-    nodes = subprocess.check_output(["scontrol", "show", "node", node_list], text=True, timeout=30)
-    addresses: list[str] = re.findall(r"NodeAddr=(\S+)", nodes)
-    return addresses[0]
-
-
-def choose_interface(wanted: str | None, address: str) -> None:
+def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Let gloo, and NCCL if `wanted` is named, use that network interface; otherwise gloo the one towards `address`.
 
     gloo's own choice is the interface of the host's name, often the loopback. What the environment already says stays.
     """
-    names = [name for _, name in socket.if_nameindex()]
     if wanted is not None:
-        if wanted not in names:
-            raise ConfigError(
-                f"launch.network_interface={wanted}: this host ({socket.gethostname()}) has {', '.join(names)}. "
-                "Name one of these, or null to take the one that leads to launch.master_addr."
-            )
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
-    elif "GLOO_SOCKET_IFNAME" not in os.environ and (found := _interface_towards(address, names)):
-        os.environ["GLOO_SOCKET_IFNAME"] = found
-
-
-def _interface_towards(address: str, names: list[str]) -> str | None:
-    if sys.platform != "linux":
-        return "lo0" if address == "127.0.0.1" else None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no way there: gloo will say so
-        probe.connect((address, 9))  # sends nothing: the system only chooses the way
-        own = socket.inet_aton(probe.getsockname()[0])
-        for name in names:
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    addresses: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if answer[20:24] == own:
-                    return name
-    return None
+                addresses[socket.inet_ntoa(answer[20:24])] = name
+        own = next((own for own in addresses if not is_loopback(own)), "")
+        for target in (NOWHERE, address):
+            with suppress(OSError):  # no way there: gloo will say so
+                probe.connect((target, 9))  # sends nothing: the system only chooses the way
+                # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.
+                if is_one_machine or not is_loopback(probe.getsockname()[0]):
+                    own = probe.getsockname()[0]
+    if own in addresses:
+        os.environ["GLOO_SOCKET_IFNAME"] = addresses[own]

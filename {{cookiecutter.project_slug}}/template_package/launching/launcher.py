@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from ..config import Config, differing_keys, to_dict
 from ..errors import ConfigError, StopRun, one_line
+from ..files import run_directory
 from . import processes
-from .devices import Devices, take_devices
-from .distributed import RankContext, broadcast_object, gather_objects, join_group, leave_group, set_context
-from .environment import Launched, choose_interface, find_launcher
+from .devices import Devices, find_gpus, take_devices
+from .distributed import RankContext, join_group, leave_group, set_context
+from .environment import Launched, choose_interface, find_launcher, is_loopback
 
 RunFunction = Callable[[int, int, Config], None]
-PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -47,35 +47,29 @@ class Node:
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
     """The devices and ranks of this node. ConfigError for devices that cannot be had."""
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # ids as nvidia-smi shows them; CUDA has not started yet
     if (launched := find_launcher(environment, config.launch)) is not None:
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
         _become_torchrun(config)
     devices = take_devices(config.device_ids, config.launch, environment)
-    return Node(devices, 1 if config.strategy == "data_parallel" else len(devices.names))
+    if config.strategy != "data_parallel":
+        return Node(devices, len(devices.names))
+    if len(set(devices.names)) < len(devices.names):
+        raise ConfigError("strategy=data_parallel: drives one CPU, or GPUs named once. Set device_ids=cpu.")
+    return Node(devices, 1)
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
-    devices, num_local_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
+    devices, num_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
+    notes, started_at = tuple(node.devices.notes), processes.STARTED_AT
     contexts = [
-        RankContext(
-            rank,
-            world_size,
-            local_rank=rank,
-            local_world_size=num_local_ranks,
-            device=devices[rank],
-            devices=devices[rank::num_local_ranks],
-            device_notes=tuple(node.devices.notes),
-            started_at=processes.STARTED_AT,
-            store=node.store if world_size > 1 else None,
-        )
-        for rank in range(num_local_ranks)
+        RankContext(rank, world_size, rank, num_ranks, devices[rank::num_ranks], notes, started_at)
+        for rank in range(num_ranks)
     ]
     if (place := node.launched) is not None:
-        context = contexts[place.local_rank]
-        context = replace(context, rank=place.rank, node_rank=place.node_rank, attempt=place.attempt)
+        context = replace(contexts[place.local_rank], rank=place.rank, node_rank=place.node_rank, store=node.store)
+        context = replace(context, attempt=place.attempt)
         # A copy of stderr: the other ranks' stderr is their log while they train.
         console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
         return _run_rank(run_fn, config, context, console)
@@ -87,7 +81,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
 
 
 def serve_local_store() -> dist.TCPStore:
-    """A store for the processes of one machine, on a free port that is taken as long as the store lives."""
+    """A store for the processes of one machine, on a free port."""
     # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
@@ -98,17 +92,19 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
     """The exit code of one start of all ranks."""
     if len(contexts) == 1:
         with processes.stop_signals_end():
-            return _run_rank(run_fn, config, contexts[0], sys.stderr)
+            return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
     store = serve_local_store()
-    choose_interface(config.launch.network_interface, "127.0.0.1")
-    code, failure = processes.run_processes(
-        _run_started_rank,
-        [(run_fn, config, context, store.port) for context in contexts],
-        store,
-        start_method=config.launch.start_method,
-        environment={name: os.environ[name] for name in PASSED_ON if name in os.environ},
-    )
+    choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
+    arguments = [(run_fn, config, context, store.port) for context in contexts]
+    code, failure = processes.run_processes(_run_started_rank, arguments, store, config.launch.start_method)
     if failure is not None and code != processes.OUT_OF_MEMORY:
+        log = run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
+        if failure.is_silent and log.exists():  # NCCL and CUDA write their reasons there before they abort
+            text = log.read_text(encoding="utf-8", errors="replace").partition("Fatal Python error")[
+                0
+            ]  # then come stacks
+            tail = text.splitlines()[-15:]
+            failure = failure._replace(text="\n".join([f"{failure.text}; {log} ends with:", *tail]))
         print_failure(failure, contexts[failure.rank])
     return code
 
@@ -124,19 +120,17 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
-    # A connection of its own: another thread may wait for an answer on that one. Made now: the search for a store that
-    # is gone takes minutes.
-    store = None if context.store is None else context.store.clone()  # type: ignore[attr-defined]
+    # A connection of its own, made now: another thread may wait on that one, and to search a lost store takes minutes.
+    store = context.store.clone()
 
     def fail(text: str, code: int) -> int:
         """Tell why this rank fails, unless another has failed before: then this one only lost its connection."""
         failure, is_first = processes.Failure(context.rank, code, text), True
-        if store is not None:
-            try:
-                words = json.dumps(failure)
-                is_first = store.compare_set(processes.FAILURE, "", words) == words.encode()
-            except dist.DistError:  # had the store's holder failed by itself, it would have said why
-                failure = failure._replace(text=f"rank 0, or its launcher, is gone ({text.strip().splitlines()[-1]})")
+        try:
+            words = json.dumps(failure)
+            is_first = store.compare_set(processes.FAILURE, "", words) == words.encode()
+        except dist.DistError:  # had the store's holder failed by itself, it would have said why
+            failure = failure._replace(text=f"rank 0, or its launcher, is gone ({text.strip().splitlines()[-1]})")
         if console is not None and is_first:
             print_failure(failure, context, console)
         return code
@@ -150,8 +144,10 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
             dist.set_debug_level_from_env()  # torch has read the environment when it was imported
         # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
         minutes = 2 * config.launch.timeout_minutes + config.launch.wait_minutes
-        join_group(context, config.launch.backend, timedelta(minutes=minutes))
-        _check_alike(config)
+        if context.world_size > 1:
+            if console is not None:  # started by a launcher, perhaps on several nodes
+                _check_alike(config, context)
+            join_group(context, config.launch.backend, timedelta(minutes=minutes))
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
         return fail(str(error), error.exit_code)
@@ -159,6 +155,8 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
         return processes.STOPPED[0]
     except StopRun as stop:
         code = stop.exit_code
+        if code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1:  # under a launcher
+            return fail("out of memory: the same command continues, with smaller micro-batches", code)
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
     if code != processes.OUT_OF_MEMORY:  # then the others may sit in a collective, and leaving would wait for them
@@ -173,12 +171,14 @@ def print_failure(failure: processes.Failure, context: RankContext, console: Tex
     print(text, file=console or sys.stderr, flush=True)
 
 
-def _check_alike(config: Config) -> None:
-    """ConfigError on all ranks if one of them has another version of torch, another config or other sources."""
+def _check_alike(config: Config, context: RankContext) -> None:
+    """ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
-    own = {"torch": torch.__version__, "config": same, "digest of all sources": hashlib.sha256(sources).hexdigest()}
-    first, *others = broadcast_object(gather_objects(own))
+    own = {"device": context.device.type, "torch": torch.__version__, "config": same}
+    own["digest of all sources"] = hashlib.sha256(sources).hexdigest()
+    context.store.set(f"alike/{context.rank}", json.dumps(own))  # no collective: CPU and GPU ranks share no backend
+    first, *others = (json.loads(context.store.get(f"alike/{rank}")) for rank in range(context.world_size))
     for rank, other in enumerate(others, start=1):
         if lines := differing_keys(first, other):
             raise ConfigError(f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike.")
@@ -187,6 +187,9 @@ def _check_alike(config: Config) -> None:
 def _become_torchrun(config: Config) -> None:
     """Replace this process by torchrun, as scripts/multi_node.sh starts it on each of several nodes."""
     launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
+    if is_loopback(launch.master_addr) or not launch.master_port:
+        remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0."
+        raise ConfigError(f"launch.master_addr={launch.master_addr}: other nodes cannot reach it. {remedy}")
     meeting: dict[str, object] = {"NNODES": launch.nodes, "NODE_RANK": launch.node_rank, "PYTHON": sys.executable}
     meeting |= {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
     os.execvpe("bash", ["bash", str(script), *sys.argv[1:]], os.environ | {k: str(v) for k, v in meeting.items()})
@@ -198,19 +201,21 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
     address, port, num_ranks = launched.master_addr, launched.master_port, launched.local_world_size
-    choose_interface(config.launch.network_interface, address)
+    choose_interface(config.launch.network_interface, address, is_one_machine=launched.world_size == num_ranks)
     timeout = timedelta(minutes=config.launch.timeout_minutes + config.launch.wait_minutes)
     is_served_here = launched.rank == 0 and not launched.is_store_served
-    try:
-        server = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
-    except (dist.DistError, OSError) as error:
-        raise ConfigError(
-            f"MASTER_ADDR={address} MASTER_PORT={port}: rank {launched.rank} finds no store there ({one_line(error)}). "
-            "Start every rank, or set launch.master_addr and launch.master_port."
-        ) from None
+    server = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
     devices = Devices([], [])
+    if launched.launcher == "srun":
+        own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
+        store.set(f"{key}/{launched.local_rank}", own)
+        if any(
+            store.get(f"{key}/{rank}") != own.encode() for rank in range(num_ranks)
+        ):  # --gpus-per-task: one for each
+            devices = take_devices("auto:1", config.launch, environment)
+            return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
     if launched.local_rank == 0:
         try:
             devices = _take_for_ranks(num_ranks, config, launched, environment)
@@ -231,8 +236,7 @@ def _take_for_ranks(num_ranks: int, config: Config, launched: Launched, environm
     wanted = f"auto:{num_ranks}" if is_auto else config.device_ids
     devices = take_devices(wanted, options, environment, is_cpu_enough=is_auto)
     if (number := len(devices.names)) != num_ranks:
-        raise ConfigError(
-            f"device_ids={one_line(config.device_ids)}: names {number} devices, but {launched.launcher} started "
-            f"{num_ranks} ranks on this node. Start {number} ranks, or name {num_ranks} devices."
-        )
+        problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
+        remedy = f"Start {number} ranks, or name {num_ranks} devices."
+        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. {remedy}")
     return devices

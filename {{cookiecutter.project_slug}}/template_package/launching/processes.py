@@ -41,9 +41,9 @@ BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when 
 HANG = "hang/found"  # set by the first rank that finds a hang
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
+PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that all ranks get: children of a fork server have those of its start."""
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic")
-
-early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
 
 
 class Failure(NamedTuple):
@@ -52,6 +52,7 @@ class Failure(NamedTuple):
     rank: int
     exit_code: int
     text: str
+    is_silent: bool = False  # it was killed, and could not say why
 
 
 def num_usable_cores() -> int:
@@ -68,20 +69,15 @@ def start_fork_server() -> None:
 
 
 def run_processes(
-    work: Callable[..., int],
-    arguments: Sequence[tuple[Any, ...]],
-    store: Store,
-    *,
-    start_method: str,
-    environment: Mapping[str, str],
+    work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: Store, start_method: str
 ) -> tuple[int, Failure | None]:
     """The exit code of `work(*arguments[i])`, run in one process for each rank i, and the failure that ended them.
 
     A stop signal is passed on through the store. It kills ranks that are not READY there, as a second Ctrl-C kills all.
-    environment: variables that all processes get: children of a fork server have those of its start.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     processes = [context.Process(target=_main, args=(work, own, environment)) for own in arguments]
     signals: list[int] = []
     # Before the first rank starts, which would wait for others. What is ignored already (by nohup) stays so.
@@ -135,7 +131,7 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
         if code < 0:
             hint = " (out of memory?)" if code == -signal.SIGKILL else ""
             text = f"killed by {signal.Signals(-code).name}{hint}"
-        return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text)
+        return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, is_silent=True)
     return None
 
 
@@ -144,12 +140,10 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...], environment: Map
     from .distributed import end_process
 
     os.environ.update(environment)
-    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. Others may be for this rank.
+    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. SIGTERM and SIGUSR1 may be
+    # for this rank, and stay blocked until StopRequest can handle them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: early_requests.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
     launching_process = multiprocessing.parent_process()
     if sys.platform == "linux" and launching_process is not None:

@@ -17,13 +17,10 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)
     options = getattr(config, config.strategy, config.ddp)  # the strategy's own section, if it has one
+    arguments = config.training, context, options
     try:
-        strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(
-            config.training, context, options
-        )
+        strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(*arguments)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"strategy={config.strategy}: {error.name} is not installed. Type: "
-            f"python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
-        ) from None
+        remedy = f"Type: python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
+        raise ConfigError(f"strategy={config.strategy}: {error.name} is not installed. {remedy}") from None
     return strategy

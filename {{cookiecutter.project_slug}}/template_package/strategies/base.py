@@ -2,31 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .numerics import (
-    checkpoint_activations,
-    resolve_precision,
-    set_numerics,
-    synchronize_batchnorm,
-    unsynchronized_statistics,
-)
+from .numerics import checkpoint_activations, resolve_precision
+from .state import get_optimizer_state, get_weights, set_optimizer_state, set_weights
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -44,7 +34,10 @@ class Strategy:
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        set_numerics(config)
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # TF32: 10 bits of mantissa
+        torch.backends.cudnn.allow_tf32 = config.tf32
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+        torch.use_deterministic_algorithms(config.deterministic)
         self.precision = resolve_precision(config.precision, context.device)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
@@ -52,7 +45,10 @@ class Strategy:
         """Move the model to the device, wrap it, then build the optimizer on the result (None: for evaluation only)."""
         self.module = self.place(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:
-            self.module = synchronize_batchnorm(self.module, self.context.device)  # first: it makes other modules
+            if self.context.device.type == "cpu":
+                raise ConfigError("training.sync_batchnorm=true: torch has it on GPUs only. Set it to false.")
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            self.module = convert(self.module)  # first: it makes other modules
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
@@ -109,23 +105,14 @@ class Strategy:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
-        has_state = bool(self.optimizer.state)
-        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=options) if has_state else {}
+        optimizer = get_optimizer_state(self.module, self.optimizer)
         return {"model": self.get_weights(), "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of state_dict(), saved under any strategy; all ranks call it with the same whole state."""
+        """Load a state of state_dict(), saved under any strategy. Rank 0 has it; the others have meta tensors in it."""
         self.set_weights(state["model"])
         if state["optimizer"]:
-            for group in self.optimizer.param_groups:  # as set_learning_rate() does: torch fails on a key that is new
-                group.setdefault("initial_lr", group["lr"])
-            options = StateDictOptions(full_state_dict=True, strict=False)
-            set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"], options=options)
-            for name, parameter in self.module.named_parameters():
-                if name not in state["optimizer"]["state"]:  # it never had a gradient: the function made a state up
-                    self.optimizer.state.pop(parameter, None)
+            set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
@@ -135,12 +122,11 @@ class Strategy:
 
     def get_weights(self) -> dict[str, Tensor]:
         """The model's state dict on the CPU; all ranks call it, rank 0's is whole."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(dict[str, Tensor], get_model_state_dict(self.module, options=options))
+        return get_weights(self.module)
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load such a state dict, which every rank has whole."""
-        self.module.load_state_dict(weights)
+        """Load such a state dict, which rank 0 has."""
+        set_weights(self.module, weights, self.context)
 
     def local_weights(self) -> list[Tensor]:
         """The parameters that this rank holds: all of them whole, or its parts."""
@@ -159,25 +145,26 @@ class Strategy:
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, before evaluating and saving: running statistics are each rank's own."""
         for buffer in self.module.buffers() if self.context.world_size > 1 else ():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed one
+            buffer.copy_(whole)
 
     def check_gradients(self) -> None:
         """ConfigError after a backward that left parameters without a gradient, if the ranks share each one's."""
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused and self.needs_all_gradients:
-            raise ConfigError(
-                f"compute_loss in model.py: {', '.join(unused)} got no gradient, and ranks wait for all. Freeze them"
-                " (requires_grad=False), use them in the loss, or set strategy=ddp and ddp.find_unused_parameters=true."
-            )
+            remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."
+            problem = f"{', '.join(unused)} got no gradient, and ranks wait for all"
+            raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}")
 
     def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
         """The tensors that must be equal on every rank, by name: neither parts nor BatchNorm's statistics."""
         if self.context.world_size == 1:
             return {}
-        own = unsynchronized_statistics(self.module)
         tensors: dict[str, Tensor] = dict(self.module.named_parameters())
         tensors |= self.module.named_buffers() if with_buffers else {}
-        return {name: t for name, t in tensors.items() if name not in own and not isinstance(t, DTensor)}
+        norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
+        own = {id(buffer) for norm in norms for buffer in norm.buffers()}  # each rank's until they are synchronized
+        return {name: t for name, t in tensors.items() if id(t) not in own and not isinstance(t, DTensor)}
 
     def close(self) -> None:
         """End the connections that the strategy has opened besides the process group. All ranks call it."""

@@ -21,6 +21,7 @@ class DistributedDataParallelStrategy(Strategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         super().__init__(config, context)
         self._options = options
+        self.has_collective_forward = options.static_graph  # a trial of memory would be recorded as the graph
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
         if options.gradient_compression == "bf16" and not dist.is_nccl_available():
             raise ConfigError("ddp.gradient_compression=bf16: torch has it with NCCL only. Set it to fp16.")

@@ -7,6 +7,7 @@ the weights too. Weights stay fp32, and forward passes run in autocast. zero/ ma
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config import DdpConfig, TrainingConfig
 from ..errors import ConfigError, FailureError
-from ..launching.distributed import RankContext, join_alone
+from ..launching.distributed import RankContext, from_main, join_group, pack, unpack
 from ..options_deepspeed import Options
 from .base import BuildOptimizer, weighted
 from .ddp import DistributedDataParallelStrategy
@@ -43,7 +44,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if build_optimizer is None and self._stage < 3:
             return
         self._check()
-        join_alone(self.context)
+        join_group(self.context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self._shapes = super().shapes()
         optimizer = None
         if build_optimizer is not None:
@@ -129,6 +130,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return gather_weights(self.module, self.context) if self._stage == 3 else super().get_weights()
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
+        weights = unpack(from_main(lambda: pack(weights)))
         scatter_weights(self.module, weights, self.context)
         if self._stage > 0:
             self.optimizer.refresh_fp32_params()
@@ -143,8 +145,8 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if self._stage == 0:
             return super().load_state_dict(state)
         self.set_weights(state["model"])
-        if state["optimizer"]:
-            self._parts.scatter(state["optimizer"])
+        if state["optimizer"]:  # each rank takes its parts of the whole
+            self._parts.scatter(unpack(from_main(lambda: pack(state["optimizer"]))))
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
             self.optimizer.override_loss_scale(self.scaler.get_scale())

@@ -2,11 +2,14 @@
 
 A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
 of ranks, for more communication (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
+With training.precision=bf16 or fp16 weights are gathered in 16 bits, except those of norms: the 16-bit copies that
+autocast makes of fp32 weights would stay on every rank until backward. Gradients are reduced in each micro-batch.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,15 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.conv import _ConvNd
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, join_alone
+from ..launching.distributed import RankContext, join_group
 from .base import Strategy
 from .numerics import blocks
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+logger = logging.getLogger(__name__)
 
 
 class FullyShardedStrategy(Strategy):
@@ -35,42 +41,32 @@ class FullyShardedStrategy(Strategy):
         super().__init__(config, context)
         if options.cpu_offload and self.precision == "fp16":
             raise ConfigError("fsdp.cpu_offload=true: does not go with training.precision=fp16. Set bf16 or fp32.")
-        if context.world_size == 1:
-            join_alone(context)
+        join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
-        self._reshard_after_forward = options.reshard_after_forward
-        is_pinned = context.device.type == "cuda"
-        self._offload = CPUOffloadPolicy(pin_memory=is_pinned) if options.cpu_offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+        self._memory: Any = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
 
     def place(self, model: nn.Module) -> nn.Module:
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, of whose weights each rank now holds its part of rank 0's."""
-        for name, parameter in module.named_parameters():
-            if parameter.dim() == 0:
-                raise ConfigError(
-                    f"strategy=fsdp: parameter {name} is a scalar, which cannot be cut into parts. "
-                    "Give it the shape (1,) in model.py, or set strategy=ddp."
-                )
-        for unit in [*self._units(module), module]:
+        units = list(self._units(module))
+        if not units:
+            problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
+            logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
+        dtype, norms = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision], []
+        if dtype is not None:  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
+            norms = [m for m in module.modules() if isinstance(m, NORMS) and [*m.parameters()] and m is not module]
+            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of norms around their forward
+        for unit in [*norms, *units, module]:
+            policy = MixedPrecisionPolicy(None if unit in norms else dtype, torch.float32, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # of no inner unit
                     tensor.data = tensor.data.to(self.context.device).contiguous()
                     dist.broadcast(tensor.data, src=0)
-            self._root = fully_shard(
-                unit,
-                mesh=self._mesh,
-                reshard_after_forward=self._reshard_after_forward,
-                mp_policy=self._policy(unit),
-                offload_policy=self._offload,
-            )
+            self._root = fully_shard(unit, mesh=self._mesh, mp_policy=policy, **self._memory)
         return module
-
-    def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Before the last micro-batch, whose backward averages the sum, each rank adds up whole gradients."""
-        self._root.set_requires_gradient_sync(is_last_micro_batch)
-        return nullcontext()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip to the norm over all ranks' parts, and return it."""
@@ -87,14 +83,6 @@ class FullyShardedStrategy(Strategy):
                 module.reshard()
         return super().state_dict()
 
-    @torch.no_grad()
-    def set_weights(self, weights: dict[str, Tensor]) -> None:
-        for name, tensor in self.module.state_dict().items():
-            value = weights[name]
-            if isinstance(tensor, DTensor):  # torch's own function fails on offloaded weights beside GPU buffers
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-            tensor.copy_(value)
-
     def check_gradients(self) -> None:
         """From now on, a rank without a gradient sends zeros: the others would take its next one in its place."""
         super().check_gradients()
@@ -108,20 +96,6 @@ class FullyShardedStrategy(Strategy):
             is_called = type(unit).forward is not nn.Module.forward
             if is_big and is_called and all(num_uses[key] == count for key, count in _count_uses(unit).items()):
                 yield unit
-
-    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
-        """16 bits for units whose weights autocast would round itself: so a step computes what it does under ddp."""
-        owners = [m for m in unit.modules() if any(not isinstance(p, DTensor) for p in m.parameters(recurse=False))]
-        if self.precision == "fp32" or not all(map(_is_rounded, owners)):
-            return MixedPrecisionPolicy()
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def _is_rounded(module: nn.Module) -> bool:
-    """Whether autocast rounds the weights, as it does in torch's own forward of these."""
-    is_torchs = type(module).forward.__module__.startswith("torch.nn.")
-    return is_torchs and isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:

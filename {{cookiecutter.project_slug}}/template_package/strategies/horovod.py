@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from ..config import DdpConfig, TrainingConfig
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, barrier, broadcast_object
+from ..launching.distributed import RankContext, broadcast_object
 from .base import BuildOptimizer
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment
@@ -86,7 +87,8 @@ class HorovodStrategy(DistributedDataParallelStrategy):
 
     def close(self) -> None:
         """Disconnect all ranks together: one rank's shutdown ends the others' connections."""
-        barrier()
+        if dist.is_initialized():
+            dist.barrier()
         self._horovod.shutdown()
 
 
@@ -121,12 +123,13 @@ def _connect(hvd: Any, context: RankContext) -> None:
         **{"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"},
         **{"GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port or "", "GLOO_IFACE": interface},
     }
-    if context.store is not None:  # otherwise a rank that is held up for 30 seconds counts as lost
+    if context.world_size > 1:  # otherwise a rank that is held up for 30 seconds counts as lost
         store: Any = context.store
         place["GLOO_TIMEOUT_SECONDS"] = math.ceil(store.timeout.total_seconds())
     with changed_environment({f"HOROVOD_{name}": str(value) or None for name, value in place.items()}):
         hvd.init()
-    barrier()
+    if dist.is_initialized():
+        dist.barrier()
     if server is not None:
         server.stop()
 

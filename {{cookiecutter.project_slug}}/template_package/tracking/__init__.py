@@ -37,16 +37,10 @@ class Tracking:
         wanted = config.logging.progress_bar
         is_hidden = None if wanted == "auto" else not wanted  # None: unless the console is a terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
-        self._bar = tqdm(
-            initial=step,
-            total=total_steps,
-            file=console(),
-            disable=is_hidden if context.is_main else True,
-            miniters=1,  # the clock alone decides when to draw: steps may become slower
-            mininterval=0.2,
-            dynamic_ncols=True,
-            bar_format="step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}",
-        )
+        # miniters=1: the clock alone decides when to draw, since steps may become slower.
+        options: dict[str, Any] = {"file": console(), "disable": is_hidden if context.is_main else True, "miniters": 1}
+        form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
+        self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, **options)
         if context.is_main:
             self._path, self._tracker_name = directory / "metrics.jsonl", config.logging.tracker
             _drop_repeated_lines(self._path, step, is_evaluation_pending)
@@ -58,11 +52,7 @@ class Tracking:
         """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it. epoch_loss: at an epoch's end."""
         if not self._is_main:
             return
-        try:
-            self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
-        except OSError as error:
-            raise disk_failure(self._path, error) from error
+        self._write(json.dumps(values) + "\n")
         split, step = values["split"], values["step"]
         scalars = {f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")}
         self._try_tracker("record", step, scalars)
@@ -84,10 +74,7 @@ class Tracking:
     def sync(self) -> None:
         """Bring all recorded lines to the disk: no checkpoint may be newer than the figures."""
         if self._is_main:
-            try:
-                os.fsync(self._metrics.fileno())
-            except OSError as error:
-                raise disk_failure(self._path, error) from error
+            self._write("", is_synced=True)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`. Called at each step: it costs next to nothing unless the bar is due."""
@@ -99,6 +86,15 @@ class Tracking:
         if self._is_main:
             self._try_tracker("close")
             self._metrics.close()
+
+    def _write(self, line: str, *, is_synced: bool = False) -> None:
+        try:
+            self._metrics.write(line)
+            self._metrics.flush()
+            if is_synced:
+                os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise disk_failure(self._path, error) from error
 
     def _try_tracker(self, action: str, *arguments: Any) -> None:
         """Start or call the tracker. Its first failure is a warning and its end: metrics.jsonl has all figures."""

@@ -1,12 +1,15 @@
-"""Checkpoints, written whole and refused if damaged; and weights as files: to begin with, and for others to use."""
+"""Checkpoints: written whole, refused if damaged, and continued by the same name; and files of weights alone."""
 
 import errno
 import logging
 import os
 import re
 import zipfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,11 +19,20 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
+from ..config import Config, differing_keys, to_dict
+from ..data.random_state import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
+from ..launching.distributed import from_main, gather_objects, pack, unpack
+from ..strategies.base import Strategy
+from .optimization import settings_kept
+from .progress import Progress
 
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
+DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
+"""The keys that make a run what it is; everything else may change from one start to the next."""
+CONTINUE = "Put them back to continue, or choose another name=… for a new run."  # a remedy
 logger = logging.getLogger(__name__)
 
 
@@ -32,11 +44,18 @@ class CheckpointFolder:
         self._is_verified = False
 
     def newest_first(self) -> list[Path]:
-        """The checkpoints that a run can continue from; best.pt last, which may be the only one."""
+        """The checkpoints that a run can continue from. best.pt comes last, unless it is of a later step."""
         if not os.path.lexists(self.folder):  # a link may lead to a disk that is away: then listdir raises
             return []
-        names = [name for name in os.listdir(self.folder) if re.fullmatch(r"best\.pt|step_\d{8}\.pt", name)]
-        return [self.folder / name for name in sorted(names, reverse=True)]
+        steps = sorted(name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name))
+        paths = [self.folder / name for name in reversed(steps)]
+        if not self.best.exists():
+            return paths
+        with suppress(Exception):  # damaged: load_checkpoint() says so
+            step = torch.load(self.best, map_location="cpu", weights_only=True, mmap=True)["step"]  # reads no weights
+            if not steps or f"step_{step:08d}.pt" > steps[-1]:
+                return [self.best, *paths]
+        return [*paths, self.best]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint, and drop those that are no longer among the last."""
@@ -50,8 +69,8 @@ class CheckpointFolder:
             self._is_verified = True
         if self._keep_last is not None and not is_best:
             # Not those of later steps: they could not be read at the last start, and say nothing of what is old.
-            former = [other for other in self.newest_first() if other != self.best and other.name <= path.name]
-            for old in former[self._keep_last :]:
+            former = [other for other in self.folder.glob("step_*.pt") if other.name <= path.name]
+            for old in sorted(former, reverse=True)[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
     def load_first(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
@@ -92,6 +111,97 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+class Found(NamedTuple):
+    """A state to continue from."""
+
+    state: dict[str, Any]
+    is_best: bool = False  # read from best.pt, since no checkpoint of a later step is left
+    is_other_run: bool = False  # named by checkpoint.resume=PATH
+
+
+def find_state(config: Config, checkpoints: CheckpointFolder, *, is_restart: bool) -> Found | None:
+    """The state to continue from, or None for a new run."""
+    return read_on_main(lambda: _read_state(config, checkpoints, is_restart))
+
+
+def read_on_main(read: Callable[[], Found | None]) -> Found | None:
+    """The result of `read` on rank 0; on the others, which may share no disk, with meta tensors as its weights."""
+    kept: list[Found | None] = []
+
+    def outline() -> bytes:
+        kept.append(found := read())
+        if found is None:
+            return pack(())
+        to_meta = partial(tree_map, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
+        parts = {key: to_meta(found.state[key]) for key in ("model", "optimizer")}
+        return pack(tuple(found._replace(state=found.state | parts)))
+
+    received = unpack(from_main(outline))
+    return kept[0] if kept else Found(*received) if received else None
+
+
+def _read_state(config: Config, checkpoints: CheckpointFolder, is_restart: bool) -> Found | None:
+    wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
+    if wanted == "never" and is_restart:  # it was about files from before the first start
+        wanted = "auto"
+    if not paths and wanted in ("auto", "never"):
+        return None
+    if not paths:
+        state, source = load_checkpoint(Path(wanted)), f"checkpoint.resume={wanted}"
+        remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
+        check_same_values(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
+        return Found(state, is_other_run=True)
+    if wanted == "never":
+        raise ConfigError(f"checkpoint.resume=never: {run} holds checkpoints. Choose another name=…, or remove {run}.")
+    if (readable := checkpoints.load_first(paths)) is None:
+        problem = f"none of its {len(paths)} checkpoints can be read"
+        raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
+    path, state = readable
+    check_same_values(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+    if wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
+        remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
+        raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
+    return Found(state, is_best=path == checkpoints.best)
+
+
+def check_same_values(
+    stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
+) -> None:
+    """ConfigError if two plain configs differ in one of the (dotted) keys or below it."""
+    lines = [line for line in differing_keys(stored, present) if re.match(rf"({'|'.join(keys)})[.:]", line)]
+    if lines:
+        raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
+
+
+def resume(found: Found | None, strategy: Strategy, progress: Progress, config: Config) -> None:
+    """Load weights, optimizer, counts and random states; ConfigError if they are another model's, or of other data."""
+    context = strategy.context
+    if found is not None:
+        state = found.state
+        former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files do not tell
+        if not found.is_other_run and former != progress.num_samples:
+            words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
+            raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
+        check_weights(strategy.shapes(), state["model"], f"name={config.name}")
+        with settings_kept(strategy.optimizer):
+            strategy.load_state_dict(state)
+        progress.load_state_dict(state, is_other_run=found.is_other_run)
+        if not found.is_best and not found.is_other_run:
+            progress.saved = progress.step, progress.is_evaluation_pending
+    # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
+    seed_generators(derive_seed(config.seed, -1 - context.rank, progress.step))
+    if found is not None and len(found.state["random_states"]) == context.world_size:
+        set_random_states(found.state["random_states"][context.rank], *context.devices)
+
+
+def collect_state(strategy: Strategy, progress: Progress, config: Config) -> dict[str, Any] | None:
+    """The content of a checkpoint on rank 0, None on the others. All ranks call it."""
+    state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
+    state |= strategy.state_dict()
+    packed = gather_objects(pack(get_random_states(*strategy.context.devices)))
+    return None if packed is None else state | {"random_states": [unpack(content) for content in packed]}
+
+
 def load_initial_weights(model: nn.Module, path: Path) -> None:
     """Copy anyone's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
 
@@ -121,9 +231,9 @@ def check_weights(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sou
     """ConfigError that lists the names in which `weights` do not fit a model of these shapes."""
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [f"{name} is unexpected" for name in weights if name not in shapes]
-    for name, shape in shapes.items():
-        if name in weights and weights[name].shape != shape:
-            problems.append(f"{name} is {tuple(weights[name].shape)} instead of {tuple(shape)}")
+    for name in shapes.keys() & weights.keys():
+        if weights[name].shape != shapes[name]:
+            problems.append(f"{name} is {tuple(weights[name].shape)} instead of {tuple(shapes[name])}")
     if problems:
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         remedy = "Change model.* or model.py, or choose another file or name=…"

@@ -1,22 +1,138 @@
-"""Checks of a run while it goes on: the loss and the weights are finite, and the ranks hold the same model."""
+"""Checks of a run: one pass before its first step, memory, finite losses, and equal replicas of the model."""
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import FailureError
+from .. import model as user_model
+from ..data.loader import MicroBatch, TrainLoader
+from ..data.random_state import generators_restored
+from ..errors import ConfigError, FailureError, StopRun
+from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce
+from ..launching.processes import OUT_OF_MEMORY
+from ..strategies.base import Strategy
 
+logger = logging.getLogger(__name__)
 _PART = 2**20
+
+
+def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
+    """Run forward and backward with weight 0, and drop the gradients; random states and buffers are as before.
+
+    ConfigError if compute_loss does not call its model exactly once, or if the strategy lacks gradients. Besides, DDP
+    settles its buckets: it orders them anew after its first backward, and from three ranks up sums in another order
+    differ in the last bit, so a resumed run would differ from an uninterrupted one. is_trial: without other ranks.
+    """
+    calls: list[None] = []
+    buffers = [buffer.clone() for buffer in strategy.module.buffers()]
+    hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
+    with generators_restored(*context.devices), strategy.accumulate(is_last_micro_batch=not is_trial):
+        try:
+            with strategy.autocast():
+                loss, _ = user_model.compute_loss(strategy.model, micro_batch.batch)
+            if len(calls) != 1:
+                rule = "its wrapper shares the gradients, so call it once, and no part of it such as model.module"
+                raise ConfigError(f"compute_loss in model.py called model(...) {len(calls)} times: {rule}.")
+            if loss.dim() != 0 or not loss.requires_grad:
+                found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
+                raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
+            strategy.backward(loss, 0.0)
+            if not is_trial:
+                strategy.check_gradients()
+        finally:
+            hook.remove()
+            strategy.optimizer.zero_grad()
+            for buffer, former in zip(strategy.module.buffers(), buffers, strict=True):
+                buffer.detach().copy_(former)
+
+
+def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
+    """ConfigError if the model fails on a single sample, where an epoch's last batch leaves a rank no more."""
+    num_left = loader.num_samples % loader.global_batch_size
+    if num_left == 0 or num_left // context.world_size > 1:
+        return
+    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=min)
+    buffers = [buffer.clone() for buffer in strategy.module.buffers()]
+    try:
+        with generators_restored(*context.devices), torch.no_grad(), strategy.autocast():
+            user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+    except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
+        problem = f"an epoch's last batch has {num_left} samples, one for a rank, and the model fails on it ({error})"
+        key = f"training.global_batch_size={loader.global_batch_size}"
+        raise ConfigError(f"{key}: {problem}. Choose another size, or fewer devices.") from None
+    for buffer, former in zip(strategy.module.buffers(), buffers, strict=True):
+        buffer.copy_(former)
+
+
+class MemoryLimit:
+    """This rank's largest micro-batch: runs/<name>/micro_batch_size_rank_<r>.txt, once memory has run out."""
+
+    def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
+        self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
+        self._context, self._loader = context, loader
+        size = int(self._path.read_text(encoding="utf-8")) if self._path.exists() else loader.micro_batch_size
+        if size < loader.micro_batch_size:
+            words = "micro-batches of %d on this rank: memory ran out with more (%s; remove it to try again)"
+            logger.info(words, size, self._path)
+            loader.micro_batch_size = size
+
+    def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
+        """For `auto`: halve the loader's size until forward and backward fit. Ranks may end with different sizes."""
+        if strategy.has_collective_forward or strategy.config.sync_batchnorm:
+            # A trial on one rank would wait for ever; and all need the same size.
+            size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
+            self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
+        elif micro_batch_size == "auto":
+            while True:
+                try:  # an epoch's last batch may be shorter than its first
+                    return rehearse(strategy, self._loader.read_first(epoch, 0), self._context, is_trial=True)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._halve()
+                if self._context.device.type == "cuda":
+                    torch.cuda.empty_cache()  # now that the error, and the frames it holds, are gone
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """If memory runs out in the body, write half the size down and end this start; the launcher starts again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._halve()
+            size = str(self._loader.micro_batch_size)
+            write_whole(self._path, lambda beside: beside.write_text(size, encoding="utf-8"))
+            raise StopRun(OUT_OF_MEMORY) from error
+
+    def _halve(self) -> None:
+        former = self._loader.micro_batch_size
+        if former == 1:
+            raise torch.OutOfMemoryError("training.micro_batch_size=1 does not fit: use a smaller model or samples")
+        self._loader.micro_batch_size = smaller = -(-former // 2)
+        words = "rank %d: out of memory with micro-batches of %d samples, trying %d"
+        logger.warning(words, self._context.rank, former, smaller)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the device's memory, or on CPU the allocator's, was too small."""
+    words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 class FiniteCheck:
     """Notes the first step whose loss is not finite, on the device, until `raise_if_found` asks."""
 
     def __init__(self, context: RankContext) -> None:
-        self._context = context
         self._first_step = torch.full((), sys.maxsize, device=context.device)
 
     def note(self, step_loss: Tensor, step: int) -> None:
@@ -28,16 +144,13 @@ class FiniteCheck:
 
         weights: this rank's, before they are saved: a finite loss may have had a gradient that is not.
         """
-        first_step = self._first_step.clone()
         if weights is not None:
             norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
-            is_finite = norms.isfinite().all().to(first_step.device)
-            first_step = torch.where(is_finite, first_step, first_step.clamp(max=step))
-        if (found := int(all_reduce(first_step, dist.ReduceOp.MIN))) != sys.maxsize:
-            raise FailureError(
-                f"the loss of step {found}, or its gradient, is not finite. Look for a NaN or infinity in the samples, "
-                "lower optimizer.learning_rate, or set training.max_gradient_norm=1. The last checkpoint is sound."
-            )
+            self.note(norms.to(self._first_step.device).sum(), step)
+        if (found := int(all_reduce(self._first_step.clone(), dist.ReduceOp.MIN))) != sys.maxsize:
+            remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
+            problem = f"the loss of step {found}, or its gradient, is not finite"
+            raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 
 
 def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) -> None:
@@ -57,12 +170,11 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar: the sum of the bytes, each weighted by its place (any one flipped bit changes it)."""
+    """int64 scalar: the sum of the bytes, each weighted by its position (any one flipped bit changes it)."""
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    places = (
-        torch.arange(min(_PART, len(content)), device=content.device) * 2 + 1
-    )  # odd: overflow loses no power of two
+    # Odd: overflow loses no power of two.
+    factors = torch.arange(min(_PART, len(content)), device=content.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for part in torch.split(content, _PART):  # as int64 a large embedding would take eight times its size
-        total = total * 31 + (part * places[: len(part)]).sum()
+        total = total * 31 + (part * factors[: len(part)]).sum()
     return total

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config
-from ..data.loader import EvaluationLoader, loss_weight_of
+from ..data.evaluation_loader import EvaluationLoader
+from ..data.loader import loss_weight_of, move
 from ..data.random_state import generators_restored
-from ..data.reading import move
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
@@ -91,10 +91,10 @@ class Evaluator:
             problem = f"not among the numbers that an evaluation gives ({', '.join(names)})"
             raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it.")
         is_higher_better = getattr(dict(self._metrics.items()).get(metric), "higher_is_better", None)
-        right = mode if is_higher_better is None else "max" if is_higher_better else "min"
-        if mode != right:
+        better = {None: mode, True: "max", False: "min"}[metric != "loss" and is_higher_better]
+        if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
-            raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={right}.")
+            raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={better}.")
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
         """Write the scores of each class, if there is a confusion matrix; the path without suffix. Rank 0 writes."""
@@ -117,7 +117,12 @@ class Evaluator:
         if states is not None and len(states) > 1:  # on rank 0
             for metric, parts in zip(self._parts, zip(*map(unpack, states), strict=True), strict=True):
                 for name, reduce in metric._reductions.items():
-                    setattr(metric, name, _unite([move(part[name], metric.device) for part in parts], reduce))
+                    of_ranks: Any = [move(part[name], metric.device) for part in parts]
+                    if isinstance(of_ranks[0], list):  # as one rank with all samples holds it
+                        value: Any = [*chain(*of_ranks)]
+                    else:
+                        value = reduce(torch.stack(of_ranks)) if callable(reduce) else torch.stack(of_ranks)
+                    setattr(metric, name, value)
         values: dict[str, Any] = from_main(self._compute)
         self._metrics.reset()
         return values
@@ -127,10 +132,3 @@ class Evaluator:
             warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
             values = self._metrics.compute()
         return {str(name): value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _unite(parts: list[Any], reduce: Any) -> Any:
-    """One state from those of all ranks: lists joined, as one rank with all samples holds them; tensors reduced."""
-    if isinstance(parts[0], list):
-        return [*chain(*parts)]
-    return reduce(torch.stack(parts)) if reduce else torch.stack(parts)

@@ -54,8 +54,7 @@ class Progress:
         """Whether every_steps or every_epochs of the section falls on the last step, or, at the end, either is set."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
-        is_end_due = at_end and (section.every_epochs or section.every_steps)
-        return bool(is_epoch_due or is_step_due or is_end_due)
+        return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig) -> bool:
         """Note the value of an evaluation; True if it is the best so far."""
@@ -85,19 +84,17 @@ class Progress:
         return {**counts, "early_stopping": {key: getattr(self, key) for key in EARLY_STOPPING}}
 
     def load_state_dict(self, state: dict[str, Any], *, is_other_run: bool = False) -> None:
-        """Continue from a checkpoint. Of another run's, only the place in the epochs counts."""
+        """Continue from a checkpoint. Of another run's, which may have had other batches, only the position counts."""
         self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
-        if not is_other_run:
-            self.best = state["best"]
-            for key in EARLY_STOPPING:  # older files hold fewer
-                setattr(self, key, state["early_stopping"].get(key, getattr(self, key)))
+        if is_other_run:
+            size = self.global_batch_size
+            self.position = min(self.position, self.num_samples) // size * size
+            self.step = self.epoch * -(-self.num_samples // size) + self.position // size
+            self.best_epoch = self.epoch
             return
-        if self.position >= self.num_samples:  # that run had more data
-            self.epoch, self.position = self.epoch + 1, 0
-        size = self.global_batch_size
-        self.position -= self.position % size
-        self.step = self.epoch * -(-self.num_samples // size) + self.position // size
-        self.best_epoch = self.epoch
+        self.best = state["best"]
+        for key in EARLY_STOPPING:  # older files hold fewer
+            setattr(self, key, state["early_stopping"].get(key, getattr(self, key)))
 
 
 class StepClock:

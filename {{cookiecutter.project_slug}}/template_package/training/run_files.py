@@ -78,6 +78,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
+    machine = {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
     libraries, git_commit = {}, None
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -85,18 +86,9 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         git_commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    environment = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "libraries": libraries,
-        "cuda": torch.version.cuda,
-        "world_size": context.world_size,
-        "devices": devices,
-        "git_commit": git_commit,
-        "command": sys.argv,
-    }
-    write_json(directory / "environment.json", environment)
+    ranks = {"world_size": context.world_size, "devices": devices, "cuda": torch.version.cuda}
+    code = {"libraries": libraries, "git_commit": git_commit, "command": sys.argv}
+    write_json(directory / "environment.json", machine | ranks | code)
     (directory / "summary.json").unlink(missing_ok=True)
 
 
@@ -104,18 +96,12 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
     """Write summary.json and the best weights, and return the summary. All ranks call it, rank 0 writes."""
     context = strategy.context
     peaks = gather_objects([_peak_memory_mib(device) for device in context.devices])
-    summary |= {
-        "world_size": context.world_size,
-        "num_devices": strategy.num_devices,
-        "device_ids": config.device_ids,
-        "strategy": config.strategy,
-        "precision": strategy.precision,
-        "global_batch_size": config.training.global_batch_size,
-        "peak_memory_mib": [*chain(*(peaks or []))],
-    }
-    checkpoints = CheckpointFolder(directory / "checkpoints")
+    summary |= {"world_size": context.world_size, "num_devices": strategy.num_devices, "device_ids": config.device_ids}
+    summary |= {"strategy": config.strategy, "precision": strategy.precision}
+    summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": [*chain(*(peaks or []))]}
     if not context.is_main:
         return summary
+    checkpoints = CheckpointFolder(directory / "checkpoints")
     paths = sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best)
     if readable := checkpoints.load_first(paths):
         _, state = readable
@@ -123,6 +109,20 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
         export_weights(state["model"], strategy.module, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     return summary
+
+
+def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
+    """A profiler that writes a trace of these steps (first, last) to profile/rank_<r>.json; None for none."""
+    if steps is None or steps_done >= steps[1]:
+        return None
+    from torch.profiler import profile, schedule
+
+    path, skipped = directory / "profile" / f"rank_{rank}.json", max(0, steps[0] - 1 - steps_done)
+    path.parent.mkdir(exist_ok=True)
+    active = schedule(wait=0, warmup=0, active=steps[1] - skipped - steps_done, repeat=1, skip_first=skipped)
+    profiler = profile(schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path)))
+    profiler.start()
+    return profiler
 
 
 def _peak_memory_mib(device: torch.device) -> float:

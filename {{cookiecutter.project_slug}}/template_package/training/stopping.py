@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..config import LaunchConfig
 from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS, early_requests
+from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS
 
 POLL_SECONDS = 0.2
 logger = logging.getLogger(__name__)
@@ -52,13 +52,11 @@ class StopRequest:
         # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
         wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
-        if context.store is not None:
-            if early_requests:
-                self._received, self._limit = signal.SIGTERM, -1  # no step before all ranks know
-            # A connection of its own: a thread that waits for an answer would hold up the other.
-            self._store = context.store.clone()  # type: ignore[attr-defined]
-            self._store.set(READY, "1")
-            threading.Thread(target=self._watch, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # what came before is handled now
+        # A connection of its own: a thread that waits for an answer would hold up the other.
+        self._store = context.store.clone()
+        self._store.set(READY, "1")
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def __enter__(self) -> StopRequest:
         return self
@@ -68,7 +66,7 @@ class StopRequest:
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if kind is StopRun and self._context.store is None and self._received is not None:
+        if kind is StopRun and self._context.world_size == 1 and self._received is not None:
             raise StopRun(128 + self._received)  # out of memory: the only rank would begin again
 
     def allows(self) -> bool:
@@ -89,11 +87,9 @@ class StopRequest:
         number = number if number == signal.SIGINT else signal.SIGTERM
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
-        self._received = number
-        if self._context.store is None:
+        if self._context.world_size == 1 and self._received is None:
             print(STOP_MESSAGE, file=sys.stderr)
-            self.signal_number, self._limit = number, self._begun
-            self._decided.set()
+        self._received = number
 
     def _watch(self) -> None:
         while not self._store.check([STOP]):
@@ -124,7 +120,7 @@ def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> I
 
 
 def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_over: threading.Event) -> None:
-    store = context.store.clone() if context.store else None  # type: ignore[attr-defined]
+    store = context.store.clone()
     timeout = 60 * timeout_minutes
     interval = min(1.0, timeout / 10)
     seen, seconds, looked_at = _num_beats, 0.0, time.monotonic()
@@ -134,12 +130,11 @@ def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_
         seconds = seconds + min(now - looked_at, 2 * interval) if seen == _num_beats else 0.0
         seen, looked_at = _num_beats, now
         try:
-            if store is not None and store.check([FAILURE]):
+            if store.check([FAILURE]):
                 os._exit(1)  # a rank has failed and said why; srun does not end the others, which wait for it
-            if seconds <= timeout and not (store is not None and store.check([HANG])):
+            if seconds <= timeout and not store.check([HANG]):
                 continue
-            if store is not None:
-                store.set(HANG, "1")
+            store.set(HANG, "1")
         except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
             return
         path = directory / "logs" / f"rank_{context.rank}.log"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pynvml
 
-from template_package.launching.gpus import GIB
+from template_package.launching.devices import GIB
 
 OWN_USER = os.geteuid()
 IS_ROOT = OWN_USER == 0
@@ -33,6 +33,7 @@ class SimulatedNvml:
     def __init__(self, *free_gib: float, init_error: int = 0, broken: int = -1) -> None:
         self.free_gib, self.init_error, self.broken = list(free_gib), init_error, broken
         self.processes: dict[int, list[int]] = {}
+        self.driver_version, self.capabilities = 13_000, dict[int, tuple[int, int]]()
         self.own, self.num_reads = token_hex(8), 0
 
     def nvmlInit(self) -> None:
@@ -59,8 +60,11 @@ class SimulatedNvml:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return SimpleNamespace(free=int(self.free_gib[handle] * GIB), total=40 * GIB)
 
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        return SimpleNamespace(gpu=10 * handle, memory=0)
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return self.driver_version
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        return self.capabilities.get(handle, (9, 0))
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])]

@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,46 @@ def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
     assert draw() == first
     set_random_states(torch.load(tmp_path / "states.pt", weights_only=True), torch.device("cpu"))
     assert draw() == expected
+
+
+MEASURED = """
+def _measured(former: Any) -> Any:
+    def resume(self: Any) -> None:
+        former(self)
+        held = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        print(f"held for a moment: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held}", flush=True)
+
+    return resume
+
+
+import os, resource
+Trainer.resume = _measured(Trainer.resume)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_resuming_holds_one_checkpoint_on_rank_0_and_little_elsewhere(project: Project) -> None:
+    project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), Wide(), nn.Tanh()")
+    project.append("model.py", WIDE)
+    words = ("device_ids=cpu,cpu", "training.max_steps=1", "evaluation.every_epochs=null")
+    project.run(*words)
+    size = (project.directory("run") / "checkpoints" / "step_00000001.pt").stat().st_size
+    assert size > 2e8
+    project.append("trainer.py", MEASURED)
+    project.run(words[0], "training.max_steps=2", words[2])
+    for rank, limit in enumerate((1.2, 0.3)):
+        log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        held = int(log.rpartition("held for a moment: ")[2].split()[0])
+        assert held < limit * size, f"rank {rank}: {held / size:.2f} x the checkpoint"
+        print(f"rank {rank}: {held / size:.2f} x the checkpoint")
+
+
+WIDE = """
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(20)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + sum(layer.weight[0, 0] for layer in self.layers)
+"""

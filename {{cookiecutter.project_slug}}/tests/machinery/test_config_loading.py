@@ -205,11 +205,6 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("strategy=fsdp ddp.gradient_compression=fp16", "strategy=fsdp has none"),
-        ("strategy=data_parallel device_ids=cpu,cpu", "data_parallel drives one CPU"),
-        ("ddp.static_graph=true", "Set training.micro_batch_size to a number"),
-        ("launch.nodes=2", "launch.master_addr=127.0.0.1: other nodes cannot reach it"),
-        ("checkpoint.initial_weights=a.pt checkpoint.resume=b.pt", "checkpoint.resume=PATH brings weights too"),
         ("logging.tracker=wand", "Did you mean logging.tracker=wandb?"),
         ("logging.tracker=mlflow", "must be one of"),
         ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),

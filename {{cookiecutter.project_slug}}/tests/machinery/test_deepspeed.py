@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from template_package.config import TrainingConfig, load_config
@@ -205,7 +206,7 @@ def strategy_of(monkeypatch: pytest.MonkeyPatch, stage: int, **options: Any) -> 
     for name in ("DS_ACCELERATOR", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # what the strategy sets is taken back after the test
     config = replace(TrainingConfig(), **options)
-    return DeepSpeedStrategy(config, RankContext(), Options(zero_stage=stage))
+    return DeepSpeedStrategy(config, RankContext(store=dist.HashStore()), Options(zero_stage=stage))
 
 
 def test_models_that_it_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,19 +11,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 import torch
+import torch.distributed as dist
 from shared_server import IS_ROOT, NOBODY, OWN_USER, SimulatedNvml, child, receive, someone_elses_process
 
-from template_package.config import LaunchConfig
+from template_package.config import LaunchConfig, load_config
 from template_package.errors import ConfigError
 from template_package.launching import devices as module
-from template_package.launching.devices import Devices, take_devices
-from template_package.launching.gpus import take_lock, user_name
+from template_package.launching import launcher
+from template_package.launching.devices import Devices, find_gpus, take_devices, take_lock, user_name
+from template_package.launching.environment import Launched
 
+ROOT = Path(__file__).parents[2]
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="locks, and processes' owners, are Linux's")
 OWN = user_name(OWN_USER)
 
@@ -177,7 +181,7 @@ def test_log_maps_physical_ids_to_cuda_and_says_why_others_are_left_out() -> Non
 @needs_linux
 def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
     nvml = SimulatedNvml(1, 30, 5, 20, 10)
-    with another_run([4], nvml) as pid, someone_elses_process() as (foreign_pid, _):
+    with another_run([4], nvml), someone_elses_process() as (foreign_pid, _):
         nvml.processes = {3: [foreign_pid]}
         first, *table = refusal("auto:2", nvml, "0,1,3,4").splitlines()
         assert first == (
@@ -189,7 +193,7 @@ def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
             "free",
             "hidden by CUDA_VISIBLE_DEVICES=0,1,3,4",
             "another user computes there",
-            f"another run uses it ({OWN}, process {pid})",
+            "another run uses it",
         ]
         assert names("auto:2", nvml, share_gpus=True) == ["cuda:1", "cuda:3"]
     assert names("auto:2", nvml) == ["cuda:1", "cuda:4"]
@@ -213,10 +217,10 @@ def test_gpus_of_other_runs_are_left_alone_until_they_end() -> None:
 @needs_linux
 def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
     nvml = SimulatedNvml(9, 9, 9)
-    with another_run("auto:1", nvml) as pid:
+    with another_run("auto:1", nvml):
         devices = take([0, 1, 1], nvml)
         assert devices.names == ["cuda:0", "cuda:1", "cuda:1"]
-        assert devices.notes[0] == f"warning: GPU 0: another run uses it too ({OWN}, process {pid})"
+        assert devices.notes[0] == "warning: GPU 0: another run uses it too"
         assert len(devices.locks) == 1 and is_locked(nvml, 1) and not is_locked(nvml, 2)
         assert states(take([0], nvml, share_gpus=True).notes) == ["-> cuda:0", "not asked for", "not asked for"]
         assert not [note for note in take([0], nvml, share_gpus=True).notes if "warning" in note]
@@ -294,3 +298,57 @@ def test_no_wait_for_what_cannot_come(capsys: pytest.CaptureFixture[str]) -> Non
     assert names("auto", SimulatedNvml(), wait_minutes=30) == ["cpu"]
     assert names("auto", SimulatedNvml(9, 1), wait_minutes=30) == ["cuda:0"]
     assert capsys.readouterr().err == ""
+
+
+# GPUs that this torch cannot use
+
+
+def test_driver_that_is_too_old_for_torch_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = SimulatedNvml(9, 9)
+    assert names("auto", nvml) == ["cuda:0", "cuda:1"]
+    nvml.driver_version = 12_020
+    for device_ids in ("auto", "auto:2", [0]):
+        message = refusal(device_ids, nvml)
+        assert "is built for CUDA 13.0, and this driver ends at CUDA 12" in message and message.count("\n") == 0
+        assert message.endswith("torch --index-url https://download.pytorch.org/whl/cu126")
+
+
+def test_old_card_beside_others_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_90 compute_90", raising=False)
+    nvml, problem = SimulatedNvml(9, 9, 9), "compute capability 6.1, for which this torch has no kernels"
+    nvml.capabilities = {1: (6, 1), 2: (7, 5)}
+    devices = take("auto", nvml)
+    assert devices.names == ["cuda:0", "cuda:2"] and states(devices.notes)[1] == problem
+    assert f"GPU 1: {problem}" in refusal([0, 1], nvml)
+
+
+def test_one_slice_of_a_gpu_is_one_device() -> None:
+    mask = "MIG-1a2b,MIG-3c4d"  # CUDA shows the first alone
+    assert names("auto", SimulatedNvml(9, 9), mask) == names([0], SimulatedNvml(9, 9), mask) == ["cuda:0"]
+
+
+def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of its neighbours."""
+    store, nvml, config = dist.HashStore(), SimulatedNvml(9, 9), load_config(ROOT / "config.yaml")
+    monkeypatch.setattr(launcher, "find_gpus", lambda environment: module.find_gpus(environment, nvml))
+    monkeypatch.setattr(module, "find_gpus", lambda environment, _: find_gpus(environment, nvml))
+    monkeypatch.setattr(launcher.processes, "die_with_parent", lambda: None)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
+    nodes: dict[int, launcher.Node] = {}
+
+    def join(rank: int) -> None:
+        place = Launched("srun", rank, 2, rank, 2, 0, "127.0.0.1", 29500)
+        nodes[rank] = launcher._join(config, place, {"CUDA_VISIBLE_DEVICES": str(rank)})
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [nodes[rank].devices.names[rank] for rank in range(2)] == ["cuda:0", "cuda:0"]
+    locks = [lock.getsockname() for rank in range(2) for lock in nodes[rank].devices.locks]
+    assert len(set(locks)) == 2, "of two GPUs"
+    for rank in range(2):
+        for lock in nodes[rank].devices.locks:
+            lock.close()

@@ -69,11 +69,7 @@ def test_checkpoints_that_are_away_are_no_new_run(project: Project) -> None:
     project.run("training.max_steps=5")
     checkpoints, before = project.directory("run") / "checkpoints", project.lines("run")
     away = checkpoints.rename(project.folder / "away")
-    for words in ("training.max_steps=7", "checkpoint.resume=never"):  # somebody has removed them
-        refused = project.run(words, code=2)
-        assert "a new run would replace runs/run/model.safetensors, and no checkpoint is left" in refused
     checkpoints.symlink_to(project.folder / "a disk")  # somebody has put them on a disk that is away now
-    (project.directory("run") / "model.safetensors").unlink()
     output = project.run("device_ids=cpu,cpu", "training.max_steps=7", code=1)
     assert "No such file or directory: 'runs/run/checkpoints'" in output and output.count(") failed:\n") == 1
     assert project.lines("run") == before

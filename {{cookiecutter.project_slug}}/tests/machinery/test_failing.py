@@ -139,3 +139,16 @@ def test_stray_exit_in_user_code_is_a_failure(project: Project, fault: str, word
         assert words in project.run("name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1)
     for name in ("run", "alone")[: 1 + (fault != "vanish")]:
         assert not (project.directory(name) / "summary.json").exists()
+
+
+def test_last_words_of_a_rank_that_aborts_reach_the_console(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "model.fault=abort", code=1)
+    assert "killed by SIGABRT; runs/run/logs/rank_1.log ends with:" in output
+    assert "CUDA error: device-side assert triggered" in output
+
+
+def test_memory_that_runs_out_under_a_launcher_is_told(project: Project) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    output = project.run("device_ids=cpu,cpu", "model.fault=memory_later", command=torchrun, code=1)
+    assert output.count(") failed:\n") == 1 and "rank 1 (" in output
+    assert "out of memory: the same command continues, with smaller micro-batches" in output

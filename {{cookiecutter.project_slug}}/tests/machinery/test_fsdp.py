@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from template_package.config import FsdpConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
 from template_package.strategies.fsdp import FullyShardedStrategy
 
-from conftest import Project
+from conftest import PACKAGE, Project
 from test_resuming import assert_equal
 
 WORDS = ["device_ids=cpu,cpu", "training.epochs=1", "training.micro_batch_size=4", "training.max_gradient_norm=0.5"]
@@ -103,10 +104,9 @@ class Transformer(nn.Module):
 
 
 def build_model("""
-"""Of its modules autocast computes some in 16 bits, and the others in the type of their weights."""
 
 
-def test_precision_of_each_operation_is_that_of_ddp(project: Project) -> None:
+def test_losses_are_those_of_ddp_within_what_16_bits_allow(project: Project) -> None:
     project.edit("model.py", "def build_model(", TRANSFORMER.lstrip())
     project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
     options = {
@@ -121,12 +121,10 @@ def test_precision_of_each_operation_is_that_of_ddp(project: Project) -> None:
     project.run_many(cases)
     for name in options:
         reference = f"ddp-{name}" if f"ddp-{name}" in cases else "ddp-bf16"
-        # On CPU torch evaluates attention with whole weights in another kernel, which rounds elsewhere.
-        for split, count, tolerance in (("train", 7, SAME), ("validation", 1, 1e-3)):
+        # Embeddings and parameters of the block's own are rounded to 16 bits; under ddp autocast reads them in fp32.
+        for split, count in (("train", 7), ("validation", 1)):
             losses, expected = ([x["loss"] for x in project.lines(of, split)] for of in (f"fsdp-{name}", reference))
-            assert losses == pytest.approx(expected, rel=tolerance) and len(losses) == count, name
-        state, other = (project.checkpoint(of, 7)["model"] for of in (f"fsdp-{name}", reference))
-        torch.testing.assert_close(state, other, rtol=SAME, atol=SAME)
+            assert losses == pytest.approx(expected, rel=5e-3) and len(losses) == count, name
     project.rewind("fsdp-bf16", 4, "resumed")
     project.run("name=resumed", *cases["fsdp-bf16"])
     assert project.lines("resumed") == project.lines("fsdp-bf16")
@@ -179,3 +177,50 @@ def test_compiled_model_computes_the_same(project: Project) -> None:
     )
     plain, compiled = ([line["loss"] for line in project.lines(name)] for name in ("plain", "compiled"))
     assert compiled == pytest.approx(plain, rel=SAME)
+
+
+MEASURED = '''
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The loss; and it prints the bytes of whole weights that live on after forward, and of whole gradients before."""
+    import gc
+
+    shapes = {tuple(parameter.shape) for parameter in model.parameters() if parameter.dim() > 1}
+    shapes |= {shape[::-1] for shape in shapes}
+    saved = {}
+
+    def is_whole(tensor: Any) -> bool:
+        return tuple(tensor.shape) in shapes and type(tensor).__name__ != "DTensor"
+
+    def pack(tensor: Tensor) -> Tensor:
+        if is_whole(tensor):
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    # Weights that FSDP has resharded have a storage of no bytes.
+    gradients = {t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+                 for t in gc.get_objects() if type(t) is Tensor and is_whole(t) and t.is_floating_point()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = model(batch.inputs)
+    weights = sum(storage.nbytes() for storage in saved.values())
+    size = sum(parameter.numel() * 4 for parameter in model.parameters())
+    if model.training:
+        print(f"whole weights {weights / size:.3f}, whole gradients {sum(gradients.values()) / size:.3f}")
+    return (outputs - batch.targets).square().mean(), outputs
+'''
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_rank_keeps_whole_weights_or_gradients(project: Project, precision: str) -> None:
+    """Between forward and backward, and between two micro-batches."""
+    # Widths of which half is no width of another weight: parts do not look like whole ones.
+    project.edit("model.py", "def build_model(", TRANSFORMER.lstrip().replace("16", "20").replace("32", "44"))
+    project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
+    path = project.folder / PACKAGE / "model.py"
+    path.write_text(path.read_text("utf-8") + MEASURED, encoding="utf-8")
+    project.run("strategy=fsdp", "device_ids=cpu,cpu", f"training.precision={precision}", *WORDS[1:])
+    for rank in range(2):
+        log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        found = re.findall(r"whole weights (\S+), whole gradients (\S+)", log)
+        assert len(found) > 10
+        assert max(float(weights) for weights, _ in found) <= 0.05, log
+        assert max(float(gradients) for _, gradients in found) <= 0.05, log

@@ -11,15 +11,18 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from template_package.config import Config, LaunchConfig, load_config
 from template_package.errors import ConfigError
+from template_package.launching.distributed import RankContext, join_group
 from template_package.launching.environment import Launched, choose_interface, find_launcher
-from template_package.launching.launcher import find_node, serve_local_store
+from template_package.launching.launcher import _check_alike, find_node, serve_local_store
 from template_package.launching.processes import OUT_OF_MEMORY, READY, num_usable_cores, run_processes
 
 from conftest import ROOT, Project
@@ -83,7 +86,7 @@ def test_place_of_a_rank_is_read_from_every_launcher() -> None:
     assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
     under_deepspeed = {name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")}
     place = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
-    assert place == Launched("deepspeed", 3, 4, 1, 2, 1, "host", 1234)
+    assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234)
     assert find_launcher(SRUN, MEETING) == Launched("srun", 3, 4, 0, 2, 2, "10.0.0.1", 29500)
     # A shell on a node (srun --pty) is one task: there the ranks are started here.
     assert find_launcher(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()) is None
@@ -110,14 +113,12 @@ def test_several_nodes_need_a_place_to_meet() -> None:
         (["launch.nodes=2", "launch.master_addr=10.0.0.1"], f"launch.master_addr=10.0.0.1: {unreachable}"),
     ):
         with pytest.raises(ConfigError, match=rule):
-            load_config(Path(ROOT / "config.yaml"), words)
+            find_node(load_config(Path(ROOT / "config.yaml"), words), {})
 
 
-def test_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(ConfigError, match=r"launch.network_interface=eth99: this host \(.*\) has .*lo"):
-        choose_interface("eth99", "127.0.0.1")
-    choose_interface(None, "127.0.0.1")
+    choose_interface(None, "127.0.0.1", is_one_machine=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
@@ -220,7 +221,7 @@ def test_run_that_is_asked_to_stop_does_not_start_again_with_less_memory() -> No
     def exit_code(seconds: float) -> int:
         store = serve_local_store()
         store.set(READY, "1")
-        code, _ = run_processes(run_out_of_memory, [(seconds,)], store, start_method="fork", environment={})
+        code, _ = run_processes(run_out_of_memory, [(seconds,)], store, "fork")
         return code
 
     assert exit_code(0.0) == OUT_OF_MEMORY
@@ -231,3 +232,50 @@ def test_run_that_is_asked_to_stop_does_not_start_again_with_less_memory() -> No
 def run_out_of_memory(seconds: float) -> int:
     time.sleep(seconds)
     return OUT_OF_MEMORY
+
+
+def test_ranks_on_other_kinds_of_devices_are_refused_before_they_join() -> None:
+    store, found = dist.HashStore(), []
+
+    def check(rank: int, device: str) -> None:
+        context = RankContext(rank, 2, devices=(torch.device(device),), store=store)
+        try:
+            _check_alike(config("auto"), context)
+        except ConfigError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=check, args=place) for place in enumerate(("cuda:0", "cpu"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["rank 1 would not train what rank 0 does: device: cuda -> cpu. Make both alike."] * 2
+
+
+def test_nccl_has_no_time_out_of_its_own_that_a_halted_run_would_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: asked.append(options))
+    for device in ("cuda:0", "cpu"):
+        context = RankContext(0, 2, devices=(torch.device(device),), store=dist.HashStore())
+        join_group(context, "auto", timedelta(minutes=20))
+    assert [options["timeout"] for options in asked] == [timedelta(days=7), timedelta(minutes=20)]
+
+
+@pytest.mark.parametrize("command", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
+def test_order_of_gpus_is_set_before_the_users_files_are_imported(project: Project, command: tuple[str, ...]) -> None:
+    project.append("dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)")
+    words = ("device_ids=cpu,cpu", "training.max_steps=1")
+    for method in ("forkserver", "spawn"):
+        more = (f"name={method}", f"launch.start_method={method}")
+        process = project.start(*words, *more, command=[sys.executable, *command])
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        assert output.count("ORDER") == output.count("ORDER PCI_BUS_ID") >= 2
+
+
+def test_windows_is_refused_in_one_line(project: Project) -> None:
+    code = "import sys, runpy; sys.platform, sys.argv = 'win32', ['run.py']"
+    code += "; runpy.run_path('run.py', run_name='__main__')"
+    process = project.start(command=[sys.executable, "-c", code])
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors.count("\n")) == (2, "", 1) and "WSL 2" in errors

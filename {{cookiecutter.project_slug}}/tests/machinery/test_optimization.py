@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR
 
-from template_package.config import OptimizerConfig, ScheduleConfig
+from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from template_package.launching.distributed import RankContext
+from template_package.strategies.base import Strategy
 from template_package.training.optimization import (
     build_optimizer,
     learning_rate,
@@ -185,3 +187,19 @@ def test_groups_of_a_users_optimizer_keep_their_ratio_to_the_peak() -> None:
     resumed.load_state_dict(saved)
     set_learning_rate(resumed, PEAK, PEAK)
     assert [group["lr"] for group in resumed.param_groups] == pytest.approx([PEAK / 10, PEAK])
+
+
+def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
+    calls: list[int] = []
+    first, second = (Strategy(TrainingConfig(), RankContext()) for _ in range(2))
+    for strategy in (first, second):
+        strategy.prepare(nn.Linear(2, 2), lambda module: torch.optim.AdamW(module.parameters()))
+        strategy.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    first.backward(first.model(torch.ones(1, 2)).sum(), 1.0)
+    first.optimizer_step(None)
+    assert len(calls) == 1
+    second.load_state_dict(first.state_dict())
+    assert len(calls) == 1
+    second.backward(second.model(torch.ones(1, 2)).sum(), 1.0)
+    second.optimizer_step(None)
+    assert len(calls) == 2

@@ -11,7 +11,6 @@ from workload import dataset as workload_data
 from workload import model as workload_model
 
 from template_package.commands import parse_command_line
-from template_package.errors import ConfigError
 
 from conftest import ROOT, Project
 
@@ -64,9 +63,9 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
     assert "nothing was trained here yet" in project.run("predict", "5", code=2)
 
 
-def test_the_command_comes_first() -> None:
-    with pytest.raises(ConfigError, match="predict: the command comes first"):
-        parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
+def test_settings_may_come_before_the_command() -> None:
+    line = parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
+    assert (line.command, line.overrides, line.rest) == ("predict", ["name=run"], ["digits.npy"])
 
 
 def test_the_input_is_any_word_but_a_setting() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
-from template_package.data.reading import move
+from template_package.config import LoaderConfig
+from template_package.data.evaluation_loader import EvaluationLoader
+from template_package.data.loader import move
+from template_package.launching.distributed import RankContext
 
 
 class Encoding(UserDict[str, Any]):
@@ -49,3 +54,17 @@ def test_batches_keep_their_types_on_their_way_to_the_device() -> None:
     assert ones.device.type == "cpu" and batch["b"]["ids"] is ones, "the data set's own tensors stay where they were"
     with pytest.raises(ValueError, match="frozen dataclass"):
         move(FrozenImages(ones), device)
+
+
+class ProcessIds(Dataset[int]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_workers_stay_from_one_evaluation_to_the_next() -> None:
+    loader = EvaluationLoader(ProcessIds(), LoaderConfig(num_workers=1), RankContext(), "validation")
+    seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
+    assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1

@@ -49,18 +49,6 @@ def test_model_is_built_once_a_rank(project: Project) -> None:
         assert log.count("a model is built") == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        ("model.register_buffer('adjacency', torch.eye(2).to_sparse())", "state_dict() holds adjacency, a Tensor"),
-        ("model.append(type('Own', (nn.Identity,), {'get_extra_state': dict})())", "holds 6._extra_state, a dict"),
-    ],
-)
-def test_model_that_could_not_be_saved_is_refused_before_the_first_step(project: Project, line: str, rule: str) -> None:
-    project.edit("model.py", "    model.config, model.num_calls", f"    {line}\n    model.config, model.num_calls")
-    assert rule in project.run(code=2) and not (project.directory("run") / "metrics.jsonl").exists()
-
-
 def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "model.fault=bypass", code=2)
     assert "called model(...) 0 times" in output and "model.module" in output and "Traceback" not in output
@@ -109,3 +97,30 @@ def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None
     assert output.count("no single number, so not recorded: auroc of build_metrics()") == 1
     assert project.json("run", "summary.json")["best"].keys() == {name, "step"}
     assert all(0 <= line[name] <= 1 and "auroc" not in line for line in project.lines("run", "validation"))
+
+
+def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: Project) -> None:
+    """103 samples: the last batch of 100 leaves 1 for one rank and 2 for the other, which trains."""
+    project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
+    words = ("device_ids=cpu,cpu", "training.global_batch_size=100", "training.epochs=1")
+    output = project.run(*words, code=2)
+    assert "training.global_batch_size=100: an epoch's last batch has 3 samples, one for a rank" in output
+    assert "Traceback" not in output and not (project.directory("run") / "metrics.jsonl").exists()
+    project.run("name=one", "device_ids=cpu", *words[1:])
+    project.run("name=two", words[0], "training.global_batch_size=99", words[2])  # 2 samples for each rank
+
+
+def test_local_rank_0_alone_builds_first_however_long_it_takes(project: Project) -> None:
+    """Downloads happen once a node; the others wait for longer than any time-out of a collective."""
+    code = "import time, torch.distributed as dist; time.sleep(4 * (dist.get_rank() == 0)); print('TASK', time.time())"
+    project.edit("model.py", "    model: Any = nn.Seq", f"    {code.replace('TASK', 'built')}\n    model: Any = nn.Seq")
+    project.append(
+        "dataset.py", f"former = build_datasets\n\n\ndef build_datasets(config):\n    {code}\n    return former(config)"
+    )
+    project.run("device_ids=cpu,cpu", "training.max_steps=1", "launch.timeout_minutes=0.02")
+    times = []
+    for rank in range(2):
+        log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        times.append([float(line.split()[1]) for line in log.splitlines() if line.startswith(("built", "TASK"))])
+    assert [len(of_rank) for of_rank in times] == [2, 2]
+    assert all(first < second for first, second in zip(*times, strict=True))

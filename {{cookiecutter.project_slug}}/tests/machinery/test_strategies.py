@@ -202,23 +202,6 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     assert_equal(second.state_dict(), first.state_dict())
 
 
-def test_recomputed_blocks_know_the_synchronized_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def synchronize(model: nn.Module, _: torch.device) -> nn.Module:  # ours would refuse the CPU
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return converted
-
-    monkeypatch.setattr(base, "synchronize_batchnorm", synchronize)
-    config = replace(TrainingConfig(), sync_batchnorm=True, activation_checkpointing=True)
-    strategy = base.Strategy(config, RankContext(world_size=2))
-    strategy.prepare(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
-    block: Any = strategy.module[0]  # type: ignore[index]
-    (norm,) = block.forward.keywords["context_fn"].args[0]  # whose statistics the second forward leaves alone
-    assert isinstance(norm, nn.SyncBatchNorm) and norm is block[1]
-    alone = base.Strategy(config, RankContext())
-    alone.prepare(nn.Sequential(nn.Sequential(nn.BatchNorm1d(2))))
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in alone.module.modules()), "nothing to share"
-
-
 @pytest.mark.parametrize("strategy", [case for case in MARKED if case.values[0] in ("accelerate", "deepspeed")])
 def test_torchrun_starts_the_same_run(runs: Runs, strategy: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config import Config
 from ...files import write_json
-from ...launching.distributed import RankContext, all_reduce, barrier, gather_objects, rank_context
+from ...launching.distributed import RankContext, all_reduce, gather_objects, rank_context
 from ...tracking.logs import rank_logs
 from ...trainer import Trainer
 
@@ -84,5 +84,6 @@ class MeasuredTrainer(Trainer):
     def _mark(self) -> None:
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
-        barrier()
+        if dist.is_initialized():
+            dist.barrier()
         self.marks.append((time.perf_counter(), self.loader.seconds_waited, self.progress.num_samples_seen))

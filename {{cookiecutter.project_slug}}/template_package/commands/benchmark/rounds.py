@@ -21,9 +21,8 @@ from typing import Any
 from ...config import Config, available_files
 from ...errors import ConfigError, StopRun
 from ...files import run_directory, write_json, write_whole
-from ...launching.devices import Devices, take_devices
+from ...launching.devices import Devices, find_gpus, take_devices
 from ...launching.environment import launcher_of
-from ...launching.gpus import find_gpus
 from ...launching.processes import die_with_parent, stop_signals_end
 from ...training.run_files import run_lock
 from .. import CommandLine
@@ -79,7 +78,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
     """One device first, with which the others are compared, then every file of strategies/."""
     is_single = len(device_ids) == 1
     name, precision = "one device" if is_single else "ddp", "bf16" if "cpu" in device_ids else "auto"
-    found = available_files("strategies", besides=("base", "numerics", "library_environment", "zero", "ddp"))
+    found = available_files("strategies", besides=("base", "numerics", "state", "library_environment", "zero", "ddp"))
     rows = [
         Row("one device", device_ids[:1]),
         Row("ddp", device_ids),

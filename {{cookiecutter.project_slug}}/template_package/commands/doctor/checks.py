@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import ConfigError
 from ...files import run_directory
-from ...launching.gpus import GIB, find_gpus, gpu_table
 from ...launching.processes import die_with_parent
 from .. import CommandLine
 
 if TYPE_CHECKING:
     from ...config import Config
 
+GIB = 2**30
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 DRIVER = Path("/proc/driver/nvidia/version")
 LINK_SECONDS = 22.0  # after the start; the waiting process has a little more patience
@@ -152,6 +152,8 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     """The driver, whether torch sees its GPUs, and the free memory of each."""
     import torch
 
+    from ...launching.devices import find_gpus, gpu_table
+
     gpus = find_gpus(os.environ, machine.nvml)
     problem = gpus.problem or _cuda_problem(len(gpus.visible))
     is_harmless = problem.startswith("NVML: ") if gpus.present else not DRIVER.exists()  # Jetson, AMD; no GPU
@@ -173,7 +175,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     """The devices that a run would take now. Their locks are released at once."""
     if machine.config is None:
         return
-    from ...launching.devices import take_devices
+    from ...launching.devices import find_gpus, take_devices
 
     launch = replace(machine.config.launch, wait_minutes=0.0)
     names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)

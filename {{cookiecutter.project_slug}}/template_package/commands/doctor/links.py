@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 from ...config import LaunchConfig
-from ...launching.distributed import RankContext, end_process, join_group, leave_group
+from ...launching.devices import GIB
+from ...launching.distributed import RankContext, end_process, join_group, leave_group, set_context
 from ...launching.environment import choose_interface
-from ...launching.gpus import GIB
 from ...launching.launcher import serve_local_store
 from ...launching.processes import die_with_parent
 from .checks import describe
@@ -52,7 +52,7 @@ def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launc
     torch.set_num_threads(1)
     store, device, problem = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank]), ""
     try:
-        choose_interface(launch.network_interface, launch.master_addr)
+        choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
         ones = torch.ones(NUM_FLOATS, device=device)
     except Exception as error:
         problem = f"{device}: {describe(error)}"
@@ -60,8 +60,9 @@ def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launc
     for pair in (pair for pair in pairs if rank in pair):
         answer = "; ".join(filter(None, (store.get(f"problem {member}").decode() for member in pair)))
         if not answer:  # with a problem, the other rank would not come
-            own = RankContext(pair.index(rank), 2, device=device, store=dist.PrefixStore(f"group {pair}", store))
+            own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
             backend = "gloo" if device.type == "cpu" else launch.backend
+            set_context(own)
             try:
                 join_group(own, backend, timedelta(minutes=1))  # it will be killed before
                 answer = _all_reduce(ones.clone())

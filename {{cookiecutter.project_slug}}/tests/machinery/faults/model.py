@@ -102,7 +102,14 @@ def clutch(_: nn.Module) -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
+def abort(_: nn.Module) -> None:
+    """As NCCL's watchdog does."""
+    os.write(2, b"CUDA error: device-side assert triggered\n")
+    os.abort()
+
+
 FAULTS: dict[str, Any] = {
+    "abort": abort,
     "kill_once": kill_once,
     "clutch": clutch,
     "hang": lambda _: time.sleep(3600),

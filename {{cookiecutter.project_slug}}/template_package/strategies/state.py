@@ -1,0 +1,59 @@
+"""Weights and the optimizer's state between ranks: gathered whole on rank 0, and handed out, one tensor at a time."""
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ..launching.distributed import RankContext
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def get_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict on the CPU; all ranks call it, rank 0's is whole."""
+    return cast(dict[str, Tensor], get_model_state_dict(module, options=WHOLE))
+
+
+def get_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """{"state": {parameter's name: values}, "param_groups"} on the CPU; all ranks call it, rank 0's is whole."""
+    # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
+    return cast(dict[str, Any], get_optimizer_state_dict(module, optimizer, options=WHOLE) if optimizer.state else {})
+
+
+@torch.no_grad()
+def set_weights(module: nn.Module, weights: dict[str, Tensor], context: RankContext) -> None:
+    """Load rank 0's weights on every rank."""
+    for name, tensor in module.state_dict().items():
+        tensor.copy_(_receive(weights[name], context, tensor))
+
+
+@torch.no_grad()
+def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
+    """Load rank 0's state on every rank. torch's own function would make a step, which a user's step hooks count."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
+        for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
+            group.update({key: value for key, value in former.items() if key != "params"})
+        for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
+            values = optimizer.state[parameter] = dict(saved["state"][names[parameter]])
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                    values[key] = _receive(value, context, parameter)
+                elif isinstance(value, Tensor):
+                    values[key] = _receive(value, context).to(parameter.device if is_on_device else "cpu")
+
+
+def _receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
+    """Rank 0's value, which the others know as meta, on the device; cut as `like` is, if that is a DTensor."""
+    whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
+    if context.world_size > 1:
+        dist.broadcast(whole := whole.contiguous(), src=0)
+    if isinstance(like, DTensor):  # one whole tensor at a time; torch's own function fails on offloaded ones
+        whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return whole
