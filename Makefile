@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-fast test-cluster campaigns lint size format benchmark horovod clean
+.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format benchmark horovod clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test: lint size  ## check style, types and size, run the project's own tests and
 test-all: $(READY)  ## run the tests that `make test` leaves out (30 minutes on two cores)
 	cd "$(PROJECT)" && $(PYTEST) tests/machinery
 	$(PYTEST) -m slow
+
+test-gpu: $(READY)  ## run what only a GPU can show; PYTHON must be one whose torch sees it (10 minutes)
+	cd "$(PROJECT)" && $(PYTEST) -m gpu tests/machinery
 
 test-fast: lint  ## check style and types, run the template's tests that train nothing (2 minutes)
 	$(PYTEST) -m "not smoke and not slow"

@@ -32,7 +32,7 @@ def run_fn(rank: int, world_size: int, config: Config) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of the command: 0 done, 1 a rank failed, 2 a mistake of the user's, 130 Ctrl-C, 143 SIGTERM."""
+    """Run the command and return its exit code: 0 done, 1 a rank failed, 2 user error, 130 Ctrl-C, 143 SIGTERM."""
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # signals, locks and sockets of Unix

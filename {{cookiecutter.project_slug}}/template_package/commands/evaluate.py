@@ -84,7 +84,7 @@ def restore(
 
 
 def find_checkpoint(config: Config, directory: Path) -> Path:
-    """The file that `evaluation.checkpoint` names; all ranks call it."""
+    """Return the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
 
     def find() -> Path:
         checkpoints, word = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint

@@ -136,12 +136,12 @@ class TrainLoader:
         yield from zip(held, weights * share, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """The largest micro-batch of this rank's next step, for a rehearsal; the steps read it again."""
+        """One micro-batch of this rank's step there, the largest (or by `choose`), to rehearse; steps read it again."""
         next_batch = next(self._global_batches(epoch, position))
-        largest = choose(self._share(*next_batch), key=lambda request: len(request.indices))
+        chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
         with generators_restored():  # a start more or less must not shift what is drawn
-            (micro_batch,) = read_batches(self._fetcher, [largest], self._config, self._context)
+            (micro_batch,) = read_batches(self._fetcher, [chosen], self._config, self._context)
         return micro_batch
 
     def close(self) -> None:
@@ -177,16 +177,16 @@ class TrainLoader:
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         for number, piece in enumerate(cut_evenly(global_batch[first:last], num_pieces), start=1):
-            weight = len(piece) * world_size / size
+            weight = len(piece) * world_size / size  # 3 and 4 of 7: 6/7 and 8/7; DDP's mean makes 3/7 and 4/7 of them
             yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
 
 
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch. The random generators are seeded from (seed, epoch, index) before each item.
 
-    Those only that the data set draws from: when an item first does, its micro-batch is read again, seeded. A data set
-    whose `__getitems__` returns a whole batch is asked once for it, and derives its random numbers from
-    `set_epoch(epoch)` and the indices itself.
+    Only generators that the data set draws from are seeded: at the first draw the micro-batch is read again, seeded, so
+    an item may be read twice. A data set whose `__getitems__` returns a whole batch is asked once for it, and derives
+    its random numbers from `set_epoch(epoch)` and the indices itself.
 
     is_ahead: read ahead of their step, or outside of any, collate and `__getitems__` are seeded per micro-batch.
     Otherwise they draw from the rank's generators, whose states a checkpoint holds.

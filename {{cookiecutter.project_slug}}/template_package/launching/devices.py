@@ -25,8 +25,7 @@ from ..errors import ConfigError, one_line
 GIB = 2**30
 LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
 POLL_SECONDS = 3.0
-WHEELS = {12: "https://download.pytorch.org/whl/cu126", 11: "https://download.pytorch.org/whl/cu118"}
-"""Where torch is built for a driver's CUDA version."""
+WHEELS = {12: "https://download.pytorch.org/whl/cu126", 11: "https://download.pytorch.org/whl/cu118"}  # by CUDA version
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Gpus(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices of this node."""
+    """The devices taken for this run on this node, with their locks."""
 
     names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
     notes: list[str]  # for the log
@@ -76,7 +75,7 @@ def take_devices(
     deadline, is_waiting = time.monotonic() + 60 * launch.wait_minutes, False
     while True:
         gpus = find_gpus(environment, nvml)
-        chosen, locks, states = _lock_free(wanted, num_needed, gpus, launch)
+        chosen, locks, states = _lock_free_gpus(wanted, num_needed, gpus, launch)
         if chosen:
             return _devices(gpus, chosen, locks, states)
         table = gpu_table(gpus, states)
@@ -114,7 +113,7 @@ def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
     return devices._replace(notes=[f"warning: GPU {index}: another run uses it too" for index in held] + devices.notes)
 
 
-def _lock_free(
+def _lock_free_gpus(
     wanted: str, num_needed: int, gpus: Gpus, launch: LaunchConfig
 ) -> tuple[list[Gpu], dict[Gpu, socket.socket | None], dict[Gpu, str]]:
     """The GPUs locked for this run, their locks, and the state of each visible GPU in words.

@@ -1,4 +1,4 @@
-"""Reads and sets what ranks learn from environment variables: their launcher, and the network interface they use.
+"""Environment variables of the ranks: reads which launcher started them, sets which network interface they use.
 
 A launcher is torchrun and its like (deepspeed, accelerate launch) or SLURM's srun; otherwise run.py starts the ranks.
 """
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # run.py asks launcher_of() before anything slow is imported
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports (32768 on), which any process may be given
-NOWHERE = "192.0.2.1"  # an address for documentation, RFC 5737: the way there is the default route
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface, see netdevice(7)
 
 
@@ -126,7 +125,7 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses[socket.inet_ntoa(answer[20:24])] = name
         own = next((own for own in addresses if not is_loopback(own)), "")
-        for target in (NOWHERE, address):
+        for target in ("192.0.2.1", address):  # the first is for documentation, RFC 5737: its way is the default route
             with suppress(OSError):  # no way there: gloo will say so
                 probe.connect((target, 9))  # sends nothing: the system only chooses the way
                 # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.

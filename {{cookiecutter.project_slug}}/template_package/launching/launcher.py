@@ -46,7 +46,7 @@ class Node:
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """The devices and ranks of this node. ConfigError for devices that cannot be had."""
+    """Take the devices of this node, perhaps after a wait. ConfigError for devices that cannot be had."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
@@ -60,7 +60,7 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
-    """The exit code of run_fn(rank, world_size, config), run once per rank: 0, 1, 2, 130 or 143."""
+    """Run run_fn(rank, world_size, config) once per rank, and return the exit code: 0, 1, 2, 130 or 143."""
     devices, num_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
     notes, started_at = tuple(node.devices.notes), processes.STARTED_AT
     contexts = [
@@ -89,7 +89,7 @@ def serve_local_store() -> dist.TCPStore:
 
 
 def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
-    """The exit code of one start of all ranks."""
+    """Start all ranks once, wait for their end, and return the exit code."""
     if len(contexts) == 1:
         with processes.stop_signals_end():
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
@@ -116,7 +116,7 @@ def _run_started_rank(run_fn: RunFunction, config: Config, context: RankContext,
 
 
 def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None = None) -> int:
-    """The exit code of one rank: join the group, run, leave. A failure is printed on `console`, if there is one."""
+    """Join the group, run and leave; return the rank's exit code. A failure is printed on `console` if it is given."""
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
@@ -196,7 +196,7 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """The node as its launcher has cut it. Local rank 0 takes the devices for its neighbours."""
+    """This node as laid out by its launcher. Local rank 0 takes the devices for its neighbours."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind

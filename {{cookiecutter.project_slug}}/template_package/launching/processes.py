@@ -35,7 +35,7 @@ DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look 
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
 
 # Keys of the store that all ranks of one start share.
-READY = "stop/ready"  # set once the ranks can stop by themselves
+READY = "stop/ready"  # set by the first rank that can stop by itself
 STOP = "stop/signal"  # the signal that asks all ranks to stop
 BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when it heard of the request
 HANG = "hang/found"  # set by the first rank that finds a hang
@@ -73,7 +73,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """The exit code of `work(*arguments[i])`, run in one process for each rank i, and the failure that ended them.
 
-    A stop signal is passed on through the store. It kills ranks that are not READY there, as a second Ctrl-C kills all.
+    A stop signal goes through the store to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all die.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -124,6 +124,7 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
+    silent.sort(key=lambda place: place[1] != OUT_OF_MEMORY)  # first: NCCL may abort the others before they are killed
     if failed and not silent and store.check([FAILURE]):
         return Failure(*json.loads(store.get(FAILURE)))
     for rank, code in silent or failed:
@@ -168,7 +169,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started in the body begin with the stop signals blocked: a fork server would otherwise die of them."""
+    """Processes started in the body begin with the stop signals blocked, which would otherwise kill a fork server."""
     resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -190,7 +191,7 @@ def stop_signals_end() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Inside this context, call `handle` with the number of each of these signals: SIGINT, or SIGTERM for others."""
+    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for the others of these signals."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)

@@ -37,7 +37,6 @@ class Tracking:
         wanted = config.logging.progress_bar
         is_hidden = None if wanted == "auto" else not wanted  # None: unless the console is a terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
-        # miniters=1: the clock alone decides when to draw, since steps may become slower.
         options: dict[str, Any] = {"file": console(), "disable": is_hidden if context.is_main else True, "miniters": 1}
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
         self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, **options)

@@ -1,4 +1,4 @@
-"""The tracker TensorBoard: curves in runs/<name>/tensorboard, for `tensorboard --logdir runs`."""
+"""TensorBoard tracker: writes curves to runs/<name>/tensorboard, for `tensorboard --logdir runs`."""
 
 from pathlib import Path
 from typing import Any

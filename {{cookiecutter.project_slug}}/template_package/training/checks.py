@@ -26,7 +26,7 @@ _PART = 2**20
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Run forward and backward with weight 0, and drop the gradients; random states and buffers are as before.
 
-    ConfigError if compute_loss does not call its model exactly once, or if the strategy lacks gradients. Besides, DDP
+    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. Besides, DDP
     settles its buckets: it orders them anew after its first backward, and from three ranks up sums in another order
     differ in the last bit, so a resumed run would differ from an uninterrupted one. is_trial: without other ranks.
     """
@@ -59,17 +59,12 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
     num_left = loader.num_samples % loader.global_batch_size
     if num_left == 0 or num_left // context.world_size > 1:
         return
-    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=min)
-    buffers = [buffer.clone() for buffer in strategy.module.buffers()]
     try:
-        with generators_restored(*context.devices), torch.no_grad(), strategy.autocast():
-            user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
+        rehearse(strategy, loader.read_first(0, loader.num_samples - num_left, choose=min), context, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
         problem = f"an epoch's last batch has {num_left} samples, one for a rank, and the model fails on it ({error})"
         key = f"training.global_batch_size={loader.global_batch_size}"
         raise ConfigError(f"{key}: {problem}. Choose another size, or fewer devices.") from None
-    for buffer, former in zip(strategy.module.buffers(), buffers, strict=True):
-        buffer.copy_(former)
 
 
 class MemoryLimit:
@@ -172,7 +167,7 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
 def _checksum(tensor: Tensor) -> Tensor:
     """int64 scalar: the sum of the bytes, each weighted by its position (any one flipped bit changes it)."""
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    # Odd: overflow loses no power of two.
+    # Odd factors: a flipped bit is not lost when int64 overflows.
     factors = torch.arange(min(_PART, len(content)), device=content.device) * 2 + 1
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for part in torch.split(content, _PART):  # as int64 a large embedding would take eight times its size

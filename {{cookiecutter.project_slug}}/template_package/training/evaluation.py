@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,23 @@ class Evaluator:
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
         self._loader = EvaluationLoader(dataset, config.loader, context, name)
         self._config, self._context, self._split = config.evaluation, context, name
-        self._metrics = user_model.build_metrics(config.model).to(context.device)
-        from torchmetrics import Metric  # slow, and build_metrics() may do without
-
-        self._parts = [module for module in self._metrics.modules() if isinstance(module, Metric)]
-        for metric in self._parts:
-            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
+        self._model_config = config.model
         self._label_names: list[str] = getattr(dataset, "label_names", None) or []
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
         share = -(-config.training.global_batch_size // context.world_size)
         size = config.training.micro_batch_size
         self.set_micro_batch_size(share if size == "auto" else size)
+
+    @cached_property
+    def _metrics(self) -> Any:
+        from torchmetrics import Metric  # takes seconds where scipy and transformers are installed
+
+        metrics = user_model.build_metrics(self._model_config).to(self._context.device)
+        self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
+        for metric in self._parts:
+            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
+        return metrics
 
     def set_micro_batch_size(self, size: int) -> None:
         """Take the training micro-batch, which is known to fit, for `auto`: the smallest of all ranks."""
@@ -61,6 +67,7 @@ class Evaluator:
         """
         strategy.synchronize_buffers()
         strategy.module.eval()
+        metrics = self._metrics
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
         for micro_batch in self._loader.read(self._size, max_batches):
             beat()
@@ -69,8 +76,8 @@ class Evaluator:
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
             if micro_batch.request.num_samples:
-                if len(self._metrics):
-                    user_model.update_metrics(self._metrics, outputs, micro_batch.batch)
+                if len(metrics):
+                    user_model.update_metrics(metrics, outputs, micro_batch.batch)
                 weight = loss_weight_of(micro_batch, self._context)
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 totals += torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])

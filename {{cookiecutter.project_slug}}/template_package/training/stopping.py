@@ -2,7 +2,7 @@
 
 Threads watch the store, so a step pays for comparing two integers. When a request to stop appears there, each rank
 holds before its next step (or batch of an evaluation), reports how many it has begun, and goes on to the furthest that
-any has begun, since the other ranks are needed to finish that one.
+any has begun, since the other ranks are needed to finish that one. launching/processes.py has the launcher's part.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if kind is StopRun and self._context.world_size == 1 and self._received is not None:
-            raise StopRun(128 + self._received)  # out of memory: the only rank would begin again
+            raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
