@@ -116,6 +116,8 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
+    if sys.platform != "linux" and is_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")  # macOS
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
     addresses: dict[str, str] = {}
@@ -124,12 +126,12 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses[socket.inet_ntoa(answer[20:24])] = name
-        own = next((own for own in addresses if not is_loopback(own)), "")
-        for target in ("192.0.2.1", address):  # the first is for documentation, RFC 5737: its way is the default route
-            with suppress(OSError):  # no way there: gloo will say so
-                probe.connect((target, 9))  # sends nothing: the system only chooses the way
-                # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.
-                if is_one_machine or not is_loopback(probe.getsockname()[0]):
-                    own = probe.getsockname()[0]
+    own = next((own for own in addresses if not is_loopback(own)), "")
+    for target in ("192.0.2.1", address):  # the first is for documentation, RFC 5737: its way is the default route
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no way: gloo will say so
+            probe.connect((target, 9))  # sends nothing: the system only chooses the way
+            # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.
+            if is_one_machine or not is_loopback(probe.getsockname()[0]):
+                own = probe.getsockname()[0]
     if own in addresses:
         os.environ["GLOO_SOCKET_IFNAME"] = addresses[own]

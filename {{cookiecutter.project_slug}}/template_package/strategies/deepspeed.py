@@ -132,8 +132,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         weights = unpack(from_main(lambda: pack(weights)))
         scatter_weights(self.module, weights, self.context)
-        if self._stage > 0:
-            self.optimizer.refresh_fp32_params()
 
     def state_dict(self) -> dict[str, Any]:
         if self._stage == 0:
@@ -145,6 +143,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if self._stage == 0:
             return super().load_state_dict(state)
         self.set_weights(state["model"])
+        self.optimizer.refresh_fp32_params()
         if state["optimizer"]:  # each rank takes its parts of the whole
             self._parts.scatter(unpack(from_main(lambda: pack(state["optimizer"]))))
         if state["scaler"] and self.scaler.is_enabled():

