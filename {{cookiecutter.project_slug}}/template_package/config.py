@@ -296,9 +296,9 @@ def _unknown_key(key: str, value: Any) -> str:
 def _explain(error: ValidationError) -> str:
     """The first mistake in one line: key, value, rule, remedy."""
     known, problems = dict(_all_keys()), error.errors(include_url=False)
-    places = [".".join(map(str, problem["loc"])) for problem in problems]
-    key = max((key for key in known if f"{places[0]}.".startswith(f"{key}.")), key=len, default=places[0])
-    problems = [p for p, place in zip(problems, places, strict=True) if f"{place}.".startswith(f"{key}.")]
+    locations = [".".join(map(str, problem["loc"])) for problem in problems]
+    key = max((key for key in known if f"{locations[0]}.".startswith(f"{key}.")), key=len, default=locations[0])
+    problems = [p for p, location in zip(problems, locations, strict=True) if f"{location}.".startswith(f"{key}.")]
     value, typed = problems[0]["input"], f"{key}={one_line(problems[0]['input'])}"
     if isinstance(cause := problems[0].get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
         message = " ".join(str(cause).split())

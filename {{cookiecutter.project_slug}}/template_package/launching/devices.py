@@ -42,8 +42,6 @@ class Gpu:
 
 
 class Gpus(NamedTuple):
-    """This node's GPUs."""
-
     present: list[Gpu]
     visible: list[Gpu]  # visible[i] is cuda:i
     mask: str | None  # CUDA_VISIBLE_DEVICES

@@ -70,8 +70,8 @@ def _torchrun(environment: Mapping[str, str]) -> Launched:
     node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local_world_size)
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    place = rank, world_size, local_rank, local_world_size, node_rank
-    return Launched("torchrun", *place, environment.get("MASTER_ADDR", "127.0.0.1"), port, attempt, is_served)
+    numbers = rank, world_size, local_rank, local_world_size, node_rank
+    return Launched("torchrun", *numbers, environment.get("MASTER_ADDR", "127.0.0.1"), port, attempt, is_served)
 
 
 def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:

@@ -67,9 +67,9 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         RankContext(rank, world_size, rank, num_ranks, devices[rank::num_ranks], notes, started_at)
         for rank in range(num_ranks)
     ]
-    if (place := node.launched) is not None:
-        context = replace(contexts[place.local_rank], rank=place.rank, node_rank=place.node_rank, store=node.store)
-        context = replace(context, attempt=place.attempt)
+    if (launched := node.launched) is not None:
+        context = replace(contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank)
+        context = replace(context, attempt=launched.attempt, store=node.store)
         # A copy of stderr: the other ranks' stderr is their log while they train.
         console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
         return _run_rank(run_fn, config, context, console)

@@ -124,7 +124,9 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
-    silent.sort(key=lambda place: place[1] != OUT_OF_MEMORY)  # first: NCCL may abort the others before they are killed
+    silent.sort(
+        key=lambda failed: failed[1] != OUT_OF_MEMORY
+    )  # first: NCCL may abort the others before they are killed
     if failed and not silent and store.check([FAILURE]):
         return Failure(*json.loads(store.get(FAILURE)))
     for rank, code in silent or failed:

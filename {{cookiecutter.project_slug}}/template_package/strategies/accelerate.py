@@ -61,15 +61,15 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
         static_graph=options.static_graph,
         comm_hook=DDPCommunicationHookType(options.gradient_compression.replace("none", "no")),
     )
-    place: dict[str, str | None] = dict(launch_variables(context))
+    variables: dict[str, str | None] = dict(launch_variables(context))
     if context.world_size == 1:  # with these it would join a group of its own
-        place = dict.fromkeys(place)
-    place["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # it would choose another number
-    place |= {name: None for name in os.environ if name.startswith("ACCELERATE_")}
+        variables = dict.fromkeys(variables)
+    variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # it would choose another number
+    variables |= {name: None for name in os.environ if name.startswith("ACCELERATE_")}
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run in this process
     GradientState._reset_state()
     try:
-        with changed_environment(place):
+        with changed_environment(variables):
             return Accelerator(
                 mixed_precision=precision.replace("fp32", "no"),
                 cpu=context.device.type == "cpu",

@@ -43,7 +43,7 @@ class Strategy:
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, then build the optimizer on the result (None: for evaluation only)."""
-        self.module = self.place(model)
+        self.module = self.move(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:
             if self.context.device.type == "cpu":
                 raise ConfigError("training.sync_batchnorm=true: torch has it on GPUs only. Set it to false.")
@@ -58,7 +58,7 @@ class Strategy:
         if build_optimizer is not None:
             self.optimizer = build_optimizer(self.module)
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def move(self, model: nn.Module) -> nn.Module:
         """The model on the device, before it is compiled and wrapped."""
         return model.to(self.context.device)
 

@@ -70,9 +70,9 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             if self._stage > 0 and self.scaler.is_enabled():
                 self.optimizer.override_loss_scale(self.scaler.get_scale())
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def move(self, model: nn.Module) -> nn.Module:
         """The model on the device; in stage 3 as it is, since the whole may not fit there."""
-        return model if self._stage == 3 else super().place(model)
+        return model if self._stage == 3 else super().move(model)
 
     def wrap(self, module: nn.Module) -> Any:
         """The module itself: DeepSpeed wraps it together with the optimizer."""

@@ -46,7 +46,7 @@ class FullyShardedStrategy(Strategy):
         offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
         self._memory: Any = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def move(self, model: nn.Module) -> nn.Module:
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:

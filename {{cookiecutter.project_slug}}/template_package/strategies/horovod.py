@@ -25,7 +25,7 @@ REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients th
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
-    """Whole weights on each rank, as with DDP; Horovod's hooks in place of DDP's."""
+    """Whole weights on each rank, as with DDP; Horovod's hooks in variables of DDP's."""
 
     model: Any
 
@@ -117,7 +117,7 @@ def _connect(hvd: Any, context: RankContext) -> None:
         server.init([])
     host, port = broadcast_object(meeting)
     _check_host_name(host)
-    place: dict[str, Any] = {  # each rank as a host of its own: only NCCL needs to know which ones share a host
+    variables: dict[str, Any] = {  # each rank as a host of its own: only NCCL needs to know which ones share a host
         **dict.fromkeys(("HOSTNAME", "RANK", "CROSS_RANK"), context.rank),
         **dict.fromkeys(("SIZE", "CROSS_SIZE"), context.world_size),
         **{"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"},
@@ -125,8 +125,8 @@ def _connect(hvd: Any, context: RankContext) -> None:
     }
     if context.world_size > 1:  # otherwise a rank that is held up for 30 seconds counts as lost
         store: Any = context.store
-        place["GLOO_TIMEOUT_SECONDS"] = math.ceil(store.timeout.total_seconds())
-    with changed_environment({f"HOROVOD_{name}": str(value) or None for name, value in place.items()}):
+        variables["GLOO_TIMEOUT_SECONDS"] = math.ceil(store.timeout.total_seconds())
+    with changed_environment({f"HOROVOD_{name}": str(value) or None for name, value in variables.items()}):
         hvd.init()
     if dist.is_initialized():
         dist.barrier()

@@ -62,11 +62,11 @@ class Tracking:
         seconds_per_step = (time.perf_counter() - self._started) / max(1, step - self._first_step)
         time_left = tqdm.format_interval(seconds_per_step * (self._total_steps - step))
         speed = f"{values['samples_per_second']:.0f} samples/s, {time_left} left"
-        place = f"step {step}/{self._total_steps}"
+        position = f"step {step}/{self._total_steps}"
         if epoch_loss is not None:
-            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], place, epoch_loss, speed)
+            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], position, epoch_loss, speed)
         elif self._bar.disable:
-            logger.info("%s: %s, %s", place, figures, speed)
+            logger.info("%s: %s, %s", position, figures, speed)
         else:
             self._bar.set_postfix_str(figures, refresh=False)
 

@@ -26,8 +26,8 @@ _PART = 2**20
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Run forward and backward with weight 0, and drop the gradients; is_trial: on this rank alone.
 
-    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders its
-    buckets after its first backward: without a rehearsal, a resumed run would differ in the last bit from three ranks up.
+    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders
+    its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
     """
     calls: list[None] = []
     buffers = [buffer.clone() for buffer in strategy.module.buffers()]

@@ -13,8 +13,7 @@ from .. import model as user_model
 from ..config import OptimizerConfig, ScheduleConfig
 from ..errors import ConfigError
 
-SET_BY_CONFIG = ("lr", "initial_lr", "weight_decay", "betas", "momentum")
-"""Entries of a parameter group that `optimizer:` in config.yaml sets."""
+SET_BY_CONFIG = ("lr", "initial_lr", "weight_decay", "betas", "momentum")  # of a parameter group, by `optimizer:`
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:

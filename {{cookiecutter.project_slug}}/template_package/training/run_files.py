@@ -87,8 +87,8 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         git_commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     ranks = {"world_size": context.world_size, "devices": devices, "cuda": torch.version.cuda}
-    code = {"libraries": libraries, "git_commit": git_commit, "command": sys.argv}
-    write_json(directory / "environment.json", machine | ranks | code)
+    ranks |= {"libraries": libraries, "git_commit": git_commit, "command": sys.argv}
+    write_json(directory / "environment.json", machine | ranks)
     (directory / "summary.json").unlink(missing_ok=True)
 
 

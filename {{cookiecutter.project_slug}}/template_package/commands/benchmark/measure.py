@@ -66,8 +66,8 @@ class MeasuredTrainer(Trainer):
         losses = all_reduce(torch.stack(self.losses).double()) / self.context.world_size
         (start, _, first_sample), (end, _, last_sample) = self.marks[:2]
         (former, former_wait, _), (last, last_wait, _) = self.marks[-2:]
-        place = dist.get_world_size() if dist.is_initialized() else 1, type(self.strategy).__module__.rpartition(".")[2]
-        ranks = gather_objects((*place, (last_wait - former_wait) / (last - former)))
+        group = dist.get_world_size() if dist.is_initialized() else 1, type(self.strategy).__module__.rpartition(".")[2]
+        ranks = gather_objects((*group, (last_wait - former_wait) / (last - former)))
         if ranks is not None:  # rank 0
             measured = {
                 **dict(zip(("world_sizes", "strategies", "waiting_shares"), zip(*ranks, strict=True), strict=True)),

@@ -128,11 +128,11 @@ def check_hostname(_: Machine) -> Iterator[Finding]:
 def check_disk(_: Machine) -> Iterator[Finding]:
     """The space where runs/ lies, or will lie."""
     runs = run_directory("any").parent
-    place = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
-    with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+    folder = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(2**20))
-    free = shutil.disk_usage(place).free
-    yield Finding("disk", _grade(free, fine=5 * GIB, enough=0), f"{place} has {free / GIB:.1f} GiB free")
+    free = shutil.disk_usage(folder).free
+    yield Finding("disk", _grade(free, fine=5 * GIB, enough=0), f"{folder} has {free / GIB:.1f} GiB free")
 
 
 def check_torch(_: Machine) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from ...launching.processes import die_with_parent
 from .checks import describe
 
 NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
-SILENT = "no answer in time (or one of the two hangs in another pair)"
+NO_ANSWER = "no answer in time (or one of the two hangs in another pair)"
 
 
 def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> dict[tuple[int, int], str]:
@@ -40,8 +40,10 @@ def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> 
     results = {}
     for pair in alike:
         keys = [f"{pair} {rank}" for rank in pair]
-        answers = [store.get(key).decode() if store.check([key]) else SILENT for key in keys]
-        results[pair] = min(answers, key=lambda answer: (answer.endswith("GiB/s"), answer == SILENT))  # an error first
+        answers = [store.get(key).decode() if store.check([key]) else NO_ANSWER for key in keys]
+        results[pair] = min(
+            answers, key=lambda answer: (answer.endswith("GiB/s"), answer == NO_ANSWER)
+        )  # an error first
     for process in ranks.processes:
         process.kill()
     return results
