@@ -14,7 +14,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format benchmark horovod clean
+.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format benchmark benchmark-data horovod clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ size: $(READY)  ## bake fresh projects and compare their size with the budget
 
 benchmark: .cache/benchmark/.ready  ## compare the trainer's speed with bare loops and other libraries (15 to 45 minutes)
 	.cache/benchmark/bin/python benchmarks/run.py
+
+benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people write them (30 minutes)
+	.cache/benchmark/bin/python benchmarks/run.py --case " on " --rounds 3 --output RESULTS-DATA.md
 
 .cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt
 	test -x .cache/benchmark/bin/python || $(PYTHON) -m venv .cache/benchmark

@@ -49,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 150 steps each; no file is written")
     parser.add_argument("--case", default="", help="only the cases whose name contains this, such as 'mlp, 1'")
+    parser.add_argument("--output", default="", help="a file beside this one for the tables, such as RESULTS-DATA.md")
     parser.add_argument("--rows", default="", help="only these rows, with ; between; no file is written")
     return parser.parse_args()
 
@@ -60,7 +61,9 @@ def finish(measurements: list[Measurement], arguments: argparse.Namespace, minut
     print(text)
     if differences := differing_losses(measurements):
         raise SystemExit("the final losses are not equal:\n" + "\n".join(differences))
-    if not (arguments.quick or arguments.case or arguments.rows):
+    if arguments.output:
+        replace_section(HERE / arguments.output, text)
+    elif not (arguments.quick or arguments.case or arguments.rows):
         replace_section(HERE / "RESULTS.md", text)
         content = {"machine": machine, "measurements": [asdict(measurement) for measurement in measurements]}
         (HERE / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from template_package.config import LoaderConfig
 from template_package.data import loader as loader_module
@@ -281,3 +281,12 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
         loader.close()
         assert (random.getstate()[1], str(numpy.random.get_state())) == before
     assert len(seen) == 1 and next(iter(seen))[20 * 5 + 2] > 0
+
+
+def test_tensors_are_read_at_once_through_a_subset_with_any_indices() -> None:
+    whole = TensorDataset(torch.arange(80.0).view(20, 4), torch.arange(20))
+    for indices in (torch.randperm(20), torch.randperm(20).tolist(), range(20)):
+        subset = Subset(whole, indices)  # type: ignore[arg-type]
+        (micro,) = steps(0, 1, num_steps=1, dataset=subset, size=2, micro=2)[0]
+        expected = default_collate([subset[index] for index in micro.request.indices])
+        assert all(torch.equal(*pair) for pair in zip(micro.batch, expected, strict=True)) and len(micro.batch) == 2

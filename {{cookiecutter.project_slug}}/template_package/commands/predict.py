@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from .. import dataset as user_data
 from .. import model as user_model
@@ -17,7 +16,7 @@ from ..config import Config
 from ..data.evaluation_loader import EvaluationLoader
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
-from ..launching.distributed import RankContext, gather_objects, rank_context
+from ..launching.distributed import gather_objects, rank_context
 from ..strategies.base import Strategy
 from ..tracking.logs import rank_logs
 from ..training.checks import is_out_of_memory
@@ -50,7 +49,9 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
         with hang_watch(context, config.launch, directory):
             size = config.evaluation.micro_batch_size
-            part = _predict_part(strategy, dataset, config, context, AUTO_MICRO_BATCH_SIZE if size == "auto" else size)
+            loader = EvaluationLoader(dataset, config.loader, context, "prediction")
+            names_of = getattr(dataset, "label_names", None)
+            part = _predict_part(strategy, loader, names_of, AUTO_MICRO_BATCH_SIZE if size == "auto" else size)
             parts = gather_objects(part)
         strategy.close()
         if parts is not None:  # rank 0
@@ -63,11 +64,10 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 @torch.no_grad()
 def _predict_part(
-    strategy: Strategy, dataset: Dataset[Any], config: Config, context: RankContext, size: int
+    strategy: Strategy, loader: EvaluationLoader, label_names: list[str] | None, size: int
 ) -> dict[int, dict[str, Any]]:
     """{index: row} of this rank's inputs, in micro-batches of `size`, or of half of it if memory runs out."""
-    label_names, rows = getattr(dataset, "label_names", None), {}
-    loader = EvaluationLoader(dataset, config.loader, context, "prediction")
+    rows: dict[int, dict[str, Any]] = {}
     strategy.module.eval()
     try:
         for batch, request in loader.read(size):
@@ -85,4 +85,4 @@ def _predict_part(
     except RuntimeError as error:
         if size == 1 or strategy.has_collective_forward or not is_out_of_memory(error):
             raise
-    return _predict_part(strategy, dataset, config, context, -(-size // 2))
+    return _predict_part(strategy, loader, label_names, -(-size // 2))

@@ -224,7 +224,7 @@ class Fetcher(Dataset[MicroBatch]):
         dataset: Any = self._dataset
         rows = request.indices
         if type(dataset) is Subset:
-            dataset, rows = dataset.dataset, [dataset.indices[row] for row in rows]
+            dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
         if type(dataset) is TensorDataset and _collate is default_collate:
             return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         return _collate(self._read_items(request))

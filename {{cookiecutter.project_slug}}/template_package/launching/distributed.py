@@ -87,14 +87,13 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
         return
     if backend == "nccl" or (backend == "auto" and context.device.type == "cuda"):
         backend = "cpu:gloo,cuda:nccl"  # gloo carries objects, without a detour through GPU memory
-    has_nccl = "nccl" in backend
     dist.init_process_group(
         "gloo" if backend == "auto" else backend,
         store=dist.PrefixStore("group", context.store),
         rank=context.rank,
         world_size=context.world_size,
-        timeout=timedelta(days=7) if has_nccl else timeout,  # NCCL's watchdog would abort a run that was only halted
-        device_id=context.device if has_nccl else None,
+        timeout=timeout,
+        device_id=context.device if "nccl" in backend else None,
     )
 
 

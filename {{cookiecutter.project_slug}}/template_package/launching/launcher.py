@@ -103,7 +103,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
             text = log.read_text(encoding="utf-8", errors="replace").partition("Fatal Python error")[
                 0
             ]  # then come stacks
-            tail = text.splitlines()[-15:]
+            tail = text.partition("Fatal Python error")[0].splitlines()[-15:]
             failure = failure._replace(text="\n".join([f"{failure.text}; {log} ends with:", *tail]))
         print_failure(failure, contexts[failure.rank])
     return code
@@ -135,9 +135,10 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
             print_failure(failure, context, console)
         return code
 
-    set_context(replace(context, report=fail))
+    os.register_at_fork(after_in_child=processes.reset_signals)
     code = 0
     try:
+        set_context(replace(context, report=fail))
         if config.launch.debug:
             # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
@@ -208,7 +209,7 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
     devices = Devices([], [])
-    if launched.launcher == "srun":
+    if launched.launcher == "srun" and "cpu" not in config.device_ids:
         own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
         store.set(f"{key}/{launched.local_rank}", own)
         if any(

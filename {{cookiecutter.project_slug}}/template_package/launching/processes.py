@@ -45,6 +45,8 @@ PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Environment variables that all ranks get: children of a fork server have those of its start."""
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic")
 
+early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
+
 
 class Failure(NamedTuple):
     """The reason why a rank ended. text: a traceback, or the one line of a user's mistake (exit_code 2)."""
@@ -127,7 +129,8 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     silent.sort(
         key=lambda failed: failed[1] != OUT_OF_MEMORY
     )  # first: NCCL may abort the others before they are killed
-    if failed and not silent and store.check([FAILURE]):
+    is_told = store.check([FAILURE])  # NCCL aborts ranks whose neighbour has failed
+    if failed and is_told and all(code == -signal.SIGABRT for _, code in silent):
         return Failure(*json.loads(store.get(FAILURE)))
     for rank, code in silent or failed:
         text = f"ended with exit code {code}, without a word"
@@ -143,10 +146,12 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...], environment: Map
     from .distributed import end_process
 
     os.environ.update(environment)
-    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. SIGTERM and SIGUSR1 may be
-    # for this rank, and stay blocked until StopRequest can handle them.
+    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. Others may be for this rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: early_requests.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
     launching_process = multiprocessing.parent_process()
     if sys.platform == "linux" and launching_process is not None:
@@ -167,6 +172,13 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os._exit(1)
+
+
+def reset_signals() -> None:
+    """In a forked child of a rank, of a user's Pool for example: let SIGTERM and its like end it, as Pool expects."""
+    for number in STOP_SIGNALS:
+        if callable(signal.getsignal(number)) and number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -57,10 +57,11 @@ class FullyShardedStrategy(Strategy):
             logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
         dtype, norms = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision], []
         if dtype is not None:  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
-            norms = [m for m in module.modules() if isinstance(m, NORMS) and [*m.parameters()] and m is not module]
+            norms = [m for m in module.modules() if isinstance(m, NORMS) and m is not module and _is_alone(m, module)]
             torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of norms around their forward
-        for unit in [*norms, *units, module]:
-            policy = MixedPrecisionPolicy(None if unit in norms else dtype, torch.float32, cast_forward_inputs=False)
+        for unit in [*norms, *(unit for unit in units if unit not in norms), module]:
+            kinds: Any = (None, None) if dtype is None or unit in norms else (dtype, torch.float32)
+            policy = MixedPrecisionPolicy(*kinds, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # of no inner unit
                     tensor.data = tensor.data.to(self.context.device).contiguous()
@@ -90,17 +91,17 @@ class FullyShardedStrategy(Strategy):
 
     def _units(self, module: nn.Module) -> Iterator[nn.Module]:
         """The modules that are gathered as a whole: blocks that hold a matrix and share no weight with others."""
-        num_uses = _count_uses(module)
         for unit in dict.fromkeys(blocks(module)):
             is_big = any(p.dim() > 1 for p in unit.parameters())
             is_called = type(unit).forward is not nn.Module.forward
-            if is_big and is_called and all(num_uses[key] == count for key, count in _count_uses(unit).items()):
+            if is_big and is_called and _is_alone(unit, module):
                 yield unit
 
 
-def _count_uses(module: nn.Module) -> Counter[int]:
-    """The number of names under which the module holds each of its parameters."""
-    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
+    """Whether the unit has parameters, and no other part of the module uses them."""
+    own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
+    return bool(own) and all(all_uses[key] == count for key, count in own.items())
 
 
 STRATEGY = FullyShardedStrategy

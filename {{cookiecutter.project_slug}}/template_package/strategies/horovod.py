@@ -25,7 +25,7 @@ REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients th
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
-    """Whole weights on each rank, as with DDP; Horovod's hooks in variables of DDP's."""
+    """Whole weights on each rank, as with DDP; Horovod's hooks in place of DDP's."""
 
     model: Any
 

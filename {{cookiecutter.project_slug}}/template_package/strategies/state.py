@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from ..launching.distributed import RankContext
 
@@ -36,17 +37,20 @@ def set_weights(module: nn.Module, weights: dict[str, Tensor], context: RankCont
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
     """Load rank 0's state on every rank. torch's own function would make a step, which a user's step hooks count."""
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for group in optimizer.param_groups:
+
+    def receive(value: Any, like: Tensor | None = None) -> Any:
+        return tree_map(lambda part: _receive(part, context, like) if isinstance(part, Tensor) else part, value)
+
+    for group in (group for group in optimizer.param_groups if group["params"]):
         is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
         for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
-            group.update({key: value for key, value in former.items() if key != "params"})
+            options = {key: receive(value) for key, value in former.items() if key != "params"}
+            group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})
         for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
-            values = optimizer.state[parameter] = dict(saved["state"][names[parameter]])
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                    values[key] = _receive(value, context, parameter)
-                elif isinstance(value, Tensor):
-                    values[key] = _receive(value, context).to(parameter.device if is_on_device else "cpu")
+            for key, saved_value in saved["state"][names[parameter]].items():
+                value = receive(saved_value, parameter)
+                is_count = key == "step" and isinstance(value, Tensor) and not is_on_device
+                optimizer.state[parameter][key] = value.cpu() if is_count else value
 
 
 def _receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
@@ -54,6 +58,7 @@ def _receive(value: Tensor, context: RankContext, like: Tensor | None = None) ->
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)
-    if isinstance(like, DTensor):  # one whole tensor at a time; torch's own function fails on offloaded ones
+    if isinstance(like, DTensor) and whole.dim() and whole.shape == like.shape:
+        # One whole tensor at a time; torch's own function fails on offloaded ones.
         whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return whole

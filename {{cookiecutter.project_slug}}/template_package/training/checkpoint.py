@@ -69,7 +69,8 @@ class CheckpointFolder:
             self._is_verified = True
         if self._keep_last is not None and not is_best:
             # Not those of later steps: they could not be read at the last start, and say nothing of what is old.
-            former = [other for other in self.folder.glob("step_*.pt") if other.name <= path.name]
+            names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name)]
+            former = [self.folder / name for name in names if name <= path.name]
             for old in sorted(former, reverse=True)[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
@@ -144,6 +145,9 @@ def _read_state(config: Config, checkpoints: CheckpointFolder, is_restart: bool)
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and is_restart:  # it was about files from before the first start
         wanted = "auto"
+    if not paths and (weights := run / "model.safetensors").exists():
+        problem = f"a new run would replace {weights}, and no checkpoint is left to continue from"
+        raise ConfigError(f"name={config.name}: {problem}. Choose another name=…, or remove {run}.")
     if not paths and wanted in ("auto", "never"):
         return None
     if not paths:

@@ -29,6 +29,10 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders
     its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
     """
+    for name, value in strategy.module.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            words = f"its state_dict() holds {name}, a {type(value).__name__} that a checkpoint cannot hold"
+            raise ConfigError(f"model: {words}. Register a dense tensor as a buffer, or one with persistent=False.")
     calls: list[None] = []
     buffers = [buffer.clone() for buffer in strategy.module.buffers()]
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -58,8 +62,9 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
     num_left = loader.num_samples % loader.global_batch_size
     if num_left == 0 or num_left // context.world_size > 1:
         return
+    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=min)
     try:
-        rehearse(strategy, loader.read_first(0, loader.num_samples - num_left, choose=min), context, is_trial=True)
+        rehearse(strategy, micro_batch, context, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
         problem = f"an epoch's last batch has {num_left} samples, one for a rank, and the model fails on it ({error})"
         key = f"training.global_batch_size={loader.global_batch_size}"

@@ -88,7 +88,9 @@ class Progress:
         self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
         if is_other_run:
             size = self.global_batch_size
-            self.position = min(self.position, self.num_samples) // size * size
+            if self.position >= self.num_samples:  # that run had more data
+                self.epoch, self.position = self.epoch + 1, 0
+            self.position -= self.position % size
             self.step = self.epoch * -(-self.num_samples // size) + self.position // size
             self.best_epoch = self.epoch
             return

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..config import LaunchConfig
 from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS
+from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS, early_requests
 
 POLL_SECONDS = 0.2
 logger = logging.getLogger(__name__)
@@ -47,12 +47,11 @@ class StopRequest:
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
         self._context, self._begun, self._limit = context, 0, sys.maxsize
-        self._received: int | None = None
+        self._received: int | None = signal.SIGTERM if early_requests else None
         self._decided, self._closed = threading.Event(), threading.Event()
         # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
         wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # what came before is handled now
         # A connection of its own: a thread that waits for an answer would hold up the other.
         self._store = context.store.clone()
         self._store.set(READY, "1")

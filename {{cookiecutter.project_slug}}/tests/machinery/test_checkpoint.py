@@ -267,3 +267,13 @@ class Wide(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + sum(layer.weight[0, 0] for layer in self.layers)
 """
+
+
+def test_copies_that_the_user_made_stay(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=1)
+    folder.folder.mkdir()
+    (folder.folder / "step_00000001_good.pt").touch()
+    folder._is_verified = True
+    for step in (1, 2, 3):
+        folder.save({"step": step})
+    assert sorted(path.name for path in folder.folder.iterdir()) == ["step_00000001_good.pt", "step_00000003.pt"]

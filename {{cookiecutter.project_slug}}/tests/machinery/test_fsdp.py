@@ -224,3 +224,13 @@ def test_no_rank_keeps_whole_weights_or_gradients(project: Project, precision: s
         assert len(found) > 10
         assert max(float(weights) for weights, _ in found) <= 0.05, log
         assert max(float(gradients) for _, gradients in found) <= 0.05, log
+
+
+def test_norm_that_is_a_block_and_norms_with_one_weight_train(context: RankContext) -> None:
+    norm, shared = nn.LayerNorm([2, 8]), nn.LayerNorm(8)
+    shared.weight = norm_weight = nn.Parameter(torch.ones(8))
+    other = nn.LayerNorm(8)
+    other.weight = norm_weight
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Sequential(nn.Linear(8, 8), shared), other)
+    strategy = strategy_of(context, precision="bf16")
+    strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from template_package.config import Config, LaunchConfig, load_config
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext, join_group
+from template_package.launching.distributed import RankContext
 from template_package.launching.environment import Launched, choose_interface, find_launcher
 from template_package.launching.launcher import _check_alike, find_node, serve_local_store
 from template_package.launching.processes import OUT_OF_MEMORY, READY, num_usable_cores, run_processes
@@ -252,15 +251,6 @@ def test_ranks_on_other_kinds_of_devices_are_refused_before_they_join() -> None:
     assert found == ["rank 1 would not train what rank 0 does: device: cuda -> cpu. Make both alike."] * 2
 
 
-def test_nccl_has_no_time_out_of_its_own_that_a_halted_run_would_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: asked.append(options))
-    for device in ("cuda:0", "cpu"):
-        context = RankContext(0, 2, devices=(torch.device(device),), store=dist.HashStore())
-        join_group(context, "auto", timedelta(minutes=20))
-    assert [options["timeout"] for options in asked] == [timedelta(days=7), timedelta(minutes=20)]
-
-
 @pytest.mark.parametrize("command", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
 def test_order_of_gpus_is_set_before_the_users_files_are_imported(project: Project, command: tuple[str, ...]) -> None:
     project.append("dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)")
@@ -279,3 +269,20 @@ def test_windows_is_refused_in_one_line(project: Project) -> None:
     process = project.start(command=[sys.executable, "-c", code])
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors.count("\n")) == (2, "", 1) and "WSL 2" in errors
+
+
+def test_pool_of_processes_in_the_users_data_set_ends(project: Project) -> None:
+    code = """
+from multiprocessing import Pool
+
+former_datasets = build_datasets
+
+
+def build_datasets(config):
+    for _ in range(3):
+        with Pool(8) as pool:
+            pool.map(abs, range(100))
+    return former_datasets(config)
+"""
+    project.append("dataset.py", code)
+    project.run("device_ids=cpu,cpu", "training.max_steps=1")

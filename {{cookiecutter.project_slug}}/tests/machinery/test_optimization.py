@@ -203,3 +203,27 @@ def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
     second.backward(second.model(torch.ones(1, 2)).sum(), 1.0)
     second.optimizer_step(None)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
+def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
+    first, second = (Strategy(TrainingConfig(), RankContext()) for _ in range(2))
+    for strategy in (first, second):
+        torch.manual_seed(0)
+        groups = [{"params": []}, {"params": None}]
+
+        def build(module: nn.Module, groups: list[Any] = groups) -> Optimizer:
+            groups[1]["params"] = list(module.parameters())
+            optimizer: Optimizer = kind(groups, lr=0.1)
+            return optimizer
+
+        strategy.prepare(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), build)
+    for _ in range(2):
+        first.backward(first.model(torch.ones(2, 4)).square().sum(), 1.0)
+        first.optimizer_step(None)
+    second.load_state_dict(first.state_dict())
+    for strategy in (first, second):
+        strategy.backward(strategy.model(torch.ones(2, 4)).square().sum(), 1.0)
+        strategy.optimizer_step(None)
+    for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(one, other)
