@@ -60,8 +60,8 @@ class FullyShardedStrategy(Strategy):
             norms = [m for m in module.modules() if isinstance(m, NORMS) and m is not module and _is_alone(m, module)]
             torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of norms around their forward
         for unit in [*norms, *(unit for unit in units if unit not in norms), module]:
-            kinds: Any = (None, None) if dtype is None or unit in norms else (dtype, torch.float32)
-            policy = MixedPrecisionPolicy(*kinds, cast_forward_inputs=False)
+            own = None if unit in norms else dtype
+            policy = MixedPrecisionPolicy(own, own and torch.float32, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # of no inner unit
                     tensor.data = tensor.data.to(self.context.device).contiguous()
