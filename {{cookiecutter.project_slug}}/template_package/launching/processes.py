@@ -126,11 +126,8 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
-    silent.sort(
-        key=lambda failed: failed[1] != OUT_OF_MEMORY
-    )  # first: NCCL may abort the others before they are killed
-    is_told = store.check([FAILURE])  # NCCL aborts ranks whose neighbour has failed
-    if failed and is_told and all(code == -signal.SIGABRT for _, code in silent):
+    silent.sort(key=lambda each: each[1] != OUT_OF_MEMORY)  # first: meanwhile NCCL may abort the others
+    if failed and not silent and store.check([FAILURE]):
         return Failure(*json.loads(store.get(FAILURE)))
     for rank, code in silent or failed:
         text = f"ended with exit code {code}, without a word"
