@@ -77,7 +77,7 @@ CASES = [
     Case("transformer", 2, num_steps=250, batch_size=4, num_samples=1600, num_warmup_laps=1),
 ]
 CASES += [
-    Case("mlp", ranks, 400, 32, num_samples=2048 if data == "images" else 16000, num_warmup_laps=1, data=data,
+    Case("mlp", ranks, 400, 32, num_samples=12_800 if data == "images" else 16000, num_warmup_laps=1, data=data,
          num_workers=workers)
     for data, workers in [("tensors", 0), ("tuples", 0), ("torch draws", 0), ("other draws", 0), ("images", 0),
                           ("images", 2)]
