@@ -28,7 +28,7 @@ CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "
 
 
 def run_module(project: Path, *words: str) -> str:
-    """What `python -m WORDS` prints in the project; it must succeed."""
+    """Run `python -m WORDS` in the project and return its output; it must succeed."""
     result = subprocess.run(
         [sys.executable, "-m", *words],
         check=False,

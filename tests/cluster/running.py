@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 TOLERANCE = 1e-5
-"""Of losses, relative: sums in another order differ by 1e-8 to 1e-7 after the steps that the tests train."""
+"""Relative tolerance of losses: sums in another order differ by 1e-8 to 1e-7 after the steps that the tests train."""
 MARK = "DDP_MARK_OF_CLUSTER"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "NNODES", "SLURM_", "SBATCH_", "OMPI_", "PMI")
 FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_")
@@ -60,11 +60,11 @@ class Command:
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, code: int | None = 0, timeout: float = 90) -> str:
-        """What it has printed when it has ended, which must be with this exit code (None: with any but 0)."""
+        """Wait for the end, which must be with this exit code (None: any but 0), and return the output."""
         try:
             found = self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -39,14 +39,14 @@ class Slurm:
     folder: Path
 
     def ask(self, *command: str) -> str:
-        """What a command of SLURM's prints."""
+        """The output of a command of SLURM's."""
         environment = plain_environment("") | self.variables
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}{self.logs()}"
         return result.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says of a job."""
+        """The state of a job, as SLURM shows it."""
         words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -69,7 +69,7 @@ def test_two_hosts_train_as_one_process_does(
 def test_name_that_is_a_loopback_address_on_its_own_host(
     slow_hosts: list[Host], slow_losses: list[float], tmp_path: Path
 ) -> None:
-    """As Debian's installer writes it into /etc/hosts: the route to one's own name is then the loopback."""
+    """Debian's installer writes such a line into /etc/hosts: the route to one's own name is then the loopback."""
     for host, address in zip(slow_hosts, ("127.0.1.1", ADDRESSES[0]), strict=True):
         names = tmp_path / f"hosts_{address}"
         names.write_text(f"127.0.0.1 localhost\n{address} node0\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from .running import Host, copy_project, left_after, until
 from .slurm import Slurm
 
 ANYWHERE = ("--gpus-per-node=0", "--cpus-per-task=1")
-"""What the test's nodes do not have, and the script asks for."""
+"""Options of the script that the test's nodes cannot fulfil."""
 SECONDS_TO_END = 5
 
 
@@ -38,7 +38,7 @@ class Login:
         return printed.split()[-1]
 
     def output(self, job: str) -> str:
-        """What the job has printed."""
+        """The output of the job."""
         path = self.host.folder / f"slurm-{job}.out"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
@@ -107,7 +107,7 @@ def test_job_that_is_asked_to_stop_while_it_starts_queues_itself(slow_login: Log
 
 
 def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_losses: list[float]) -> None:
-    """As SLURM does where proctrack/cgroup tracks its processes; the test's own signals all of them."""
+    """Signals the task alone, like SLURM with proctrack/cgroup; the test's own signals all processes."""
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     slow_login.host.wait_for_step("run", 5)
     for process in psutil.process_iter(["name", "cmdline"]):

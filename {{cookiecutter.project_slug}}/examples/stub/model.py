@@ -55,7 +55,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """What evaluation reports beside the loss: nothing. REPLACE {} by metrics of torchmetrics, each with a name.
+    """The metrics of evaluation beside the loss: none. REPLACE {} by metrics of torchmetrics, each with a name.
 
     For a classifier: {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
     `evaluation.metric: accuracy` and `evaluation.mode: max`.

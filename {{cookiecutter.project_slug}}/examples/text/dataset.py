@@ -37,7 +37,7 @@ class DataConfig:
     test_file: str | None = None
     train_fraction: float = 0.8
     split_seed: int = 0
-    """Of the order in which train_file is split; not the run's, so that runs with other seeds see the same split."""
+    """Orders train_file before it is split; not the run's seed, so that runs with other seeds see the same split."""
     max_rows: int | None = None
     """So many rows of each file, the first ones; None: all."""
     label_names: list[str] = field(default_factory=lambda: ["weather", "food", "travel", "money"])
@@ -84,7 +84,7 @@ CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003fff
 
 
 class Batch(NamedTuple):
-    """What model.py gets, as long as its longest sentence."""
+    """A batch for model.py, as long as its longest sentence."""
 
     inputs: Tensor
     """(B, L, 2) int64: number of the token, and of the pair that it makes with the one before. (B, L, 1) with a
@@ -128,7 +128,7 @@ def build_datasets(config: DataConfig) -> tuple[Sentences, ...]:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
-    """What `run.py predict SOURCE` looks at: the sentences of a file, or SOURCE itself; and their texts, to name them
+    """The inputs of `run.py predict SOURCE`: the sentences of a file, or SOURCE itself; and their texts, to name them
     by. Their targets mean nothing.
     """
     texts = read_texts(Path(source)) if names_file(source) else [source]
@@ -159,7 +159,7 @@ def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
 
 
 def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | PretrainedTokenizer":
-    """What turns a sentence into numbers: the vocabulary of these texts, or the tokenizer that the config names."""
+    """The encoder of sentences into numbers: the vocabulary of these texts, or the tokenizer that the config names."""
     if config.tokenizer is not None:
         return PretrainedTokenizer(config.tokenizer, config.max_length)
     vocabulary = Vocabulary(texts, config.vocabulary_size, config.max_length)

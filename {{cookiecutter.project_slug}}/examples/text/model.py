@@ -167,13 +167,13 @@ def vote(logits: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What `run.py predict` writes of each sample: columns of (B,) each. A `label` is shown by its name."""
+    """The columns that `run.py predict` writes for each sample, (B,) each. A `label` is shown by its name."""
     probabilities, labels = vote(model(batch.inputs, batch.mask)).max(1)
     return {"label": labels, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """What evaluation reports beside the loss, by name; `evaluation.metric` in config.yaml picks one of them.
+    """The metrics that evaluation reports beside the loss, by name; `evaluation.metric` picks one of them.
 
     From a confusion_matrix it writes the scores of each class, as text and as a picture.
     """

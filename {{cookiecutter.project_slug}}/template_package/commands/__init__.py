@@ -79,7 +79,7 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
         elif word in commands and not has_command:
             line.command, has_command = word, True
-        elif has_command and (word == "--json" or not re.match(r"[a-z_]+(\.[a-z_]+)*=|--[a-z]", word)):
+        elif has_command and (word == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", word)):
             line.rest.append(word)
         elif has_command or line.overrides or re.search(r"[=.]|^-", word):
             line.overrides.append(word)

@@ -36,7 +36,7 @@ class Node:
 
     devices: Devices
     num_local_ranks: int  # one per device; 1 if a single rank drives them all (data_parallel)
-    launched: Launched | None = None  # the place of this process, if a launcher has started it
+    launched: Launched | None = None  # where a launcher has put this process, if one has started it
     store: dist.Store | None = None  # where the launcher's ranks meet
 
     @property
@@ -100,10 +100,9 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
     if failure is not None and code != processes.OUT_OF_MEMORY:
         log = run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent and log.exists():  # NCCL and CUDA write their reasons there before they abort
-            text = log.read_text(encoding="utf-8", errors="replace").partition("Fatal Python error")[
-                0
-            ]  # then come stacks
-            tail = text.partition("Fatal Python error")[0].splitlines()[-15:]
+            # After the last " host=", which begins each start, and before faulthandler's stacks.
+            own = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
+            tail = own.partition("Fatal Python error")[0].splitlines()[1:][-15:]
             failure = failure._replace(text="\n".join([f"{failure.text}; {log} ends with:", *tail]))
         print_failure(failure, contexts[failure.rank])
     return code
@@ -212,9 +211,7 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     if launched.launcher == "srun" and "cpu" not in config.device_ids:
         own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
         store.set(f"{key}/{launched.local_rank}", own)
-        if any(
-            store.get(f"{key}/{rank}") != own.encode() for rank in range(num_ranks)
-        ):  # --gpus-per-task: one for each
+        if {store.get(f"{key}/{rank}") for rank in range(num_ranks)} != {own.encode()}:  # --gpus-per-task
             devices = take_devices("auto:1", config.launch, environment)
             return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
     if launched.local_rank == 0:

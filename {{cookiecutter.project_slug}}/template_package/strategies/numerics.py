@@ -1,4 +1,4 @@
-"""How numbers are computed, whatever the strategy: the precision, and activations that are computed again."""
+"""Precision and activation checkpointing, alike for all strategies."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -47,15 +47,18 @@ class CheckpointFolder:
         """The checkpoints that a run can continue from. best.pt comes last, unless it is of a later step."""
         if not os.path.lexists(self.folder):  # a link may lead to a disk that is away: then listdir raises
             return []
-        steps = sorted(name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name))
-        paths = [self.folder / name for name in reversed(steps)]
+        paths = self._steps_newest_first()
         if not self.best.exists():
             return paths
         with suppress(Exception):  # damaged: load_checkpoint() says so
             step = torch.load(self.best, map_location="cpu", weights_only=True, mmap=True)["step"]  # reads no weights
-            if not steps or f"step_{step:08d}.pt" > steps[-1]:
+            if not paths or f"step_{step:08d}.pt" > paths[0].name:
                 return [self.best, *paths]
         return [*paths, self.best]
+
+    def _steps_newest_first(self) -> list[Path]:
+        names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name)]
+        return [self.folder / name for name in sorted(names, reverse=True)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint, and drop those that are no longer among the last."""
@@ -69,9 +72,8 @@ class CheckpointFolder:
             self._is_verified = True
         if self._keep_last is not None and not is_best:
             # Not those of later steps: they could not be read at the last start, and say nothing of what is old.
-            names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name)]
-            former = [self.folder / name for name in names if name <= path.name]
-            for old in sorted(former, reverse=True)[self._keep_last :]:
+            former = [other for other in self._steps_newest_first() if other.name <= path.name]
+            for old in former[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
     def load_first(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
@@ -116,7 +118,7 @@ class Found(NamedTuple):
     """A state to continue from."""
 
     state: dict[str, Any]
-    is_best: bool = False  # read from best.pt, since no checkpoint of a later step is left
+    is_best: bool = False  # read from best.pt, as there is no checkpoint of a later step
     is_other_run: bool = False  # named by checkpoint.resume=PATH
 
 

@@ -329,7 +329,7 @@ def test_one_slice_of_a_gpu_is_one_device() -> None:
 
 
 def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of its neighbours."""
+    """Imitates `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of its neighbours."""
     store, nvml, config = dist.HashStore(), SimulatedNvml(9, 9), load_config(ROOT / "config.yaml")
     monkeypatch.setattr(launcher, "find_gpus", lambda environment: module.find_gpus(environment, nvml))
     monkeypatch.setattr(module, "find_gpus", lambda environment, _: find_gpus(environment, nvml))

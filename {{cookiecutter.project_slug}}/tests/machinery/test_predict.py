@@ -74,6 +74,7 @@ def test_the_input_is_any_word_but_a_setting() -> None:
         return line.rest, line.overrides
 
     assert parse("a file.json", "name=a") == (["a file.json"], ["name=a"])
+    assert parse("training.tf32=false", "5") == (["5"], ["training.tf32=false"])
     assert parse("name=a", "model.x=1", "E=mc2") == (["E=mc2"], ["name=a", "model.x=1"])
     assert parse("- what = this?") == (["- what = this?"], [])
 

@@ -41,9 +41,8 @@ def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> 
     for pair in alike:
         keys = [f"{pair} {rank}" for rank in pair]
         answers = [store.get(key).decode() if store.check([key]) else NO_ANSWER for key in keys]
-        results[pair] = min(
-            answers, key=lambda answer: (answer.endswith("GiB/s"), answer == NO_ANSWER)
-        )  # an error first
+        # An error first, then silence, then a speed.
+        results[pair] = min(answers, key=lambda answer: (answer.endswith("GiB/s"), answer == NO_ANSWER))
     for process in ranks.processes:
         process.kill()
     return results

@@ -85,7 +85,7 @@ def fail(_: nn.Module) -> None:
 
 
 def flip_lowest_bit(module: nn.Module) -> None:
-    """Of the 7th element of the third parameter."""
+    """Flip a bit of the 7th element of the third parameter."""
     parameter = list(module.parameters())[2]
     parameter.data.flatten().view(torch.int32)[6] ^= 1
 
@@ -103,7 +103,7 @@ def clutch(_: nn.Module) -> None:
 
 
 def abort(_: nn.Module) -> None:
-    """As NCCL's watchdog does."""
+    """Write a reason to stderr and abort, like NCCL's watchdog."""
     os.write(2, b"CUDA error: device-side assert triggered\n")
     os.abort()
 
