@@ -93,17 +93,19 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    name: Literal["constant", "linear", "cosine", "step"] = "cosine"
-    warmup_steps: Count = 0  # optimizer steps of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677)
+    name: Literal["constant", "linear", "cosine", "step", "plateau", "one_cycle"] = "cosine"
+    warmup_steps: Count | BelowOne = 0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
     min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
     milestones: list[BelowOne] = field(default_factory=lambda: [0.5, 0.75])  # of step: fractions of the run
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # of step: the factor at each milestone
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # of step and plateau: the factor at each drop
+    patience: Count = 3  # of plateau: evaluations without a better metric that are let pass before a drop
 
 
 @dataclass
 class TrainingConfig:
-    epochs: Positive = 10  # passes over the training set
+    epochs: Positive | None = 10  # passes over the training set; null: max_steps alone ends the run
     max_steps: Positive | None = None  # optimizer steps, if they are fewer than the epochs have
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # 0.999: evaluate and keep an average of the weights
     global_batch_size: Positive = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: Positive | Auto = "auto"  # samples that a rank takes at once
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -122,6 +124,7 @@ class TrainingConfig:
 class EvaluationConfig:
     every_epochs: Positive | None = 1  # both null: never
     every_steps: Positive | None = None
+    max_batches: Positive | None = None  # evaluate so many global batches' worth of samples, evenly drawn; null: all
     metric: Text = "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
     mode: Literal["max", "min"] = "max"  # which values of it are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
@@ -197,6 +200,14 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
     yield is_doubled and launch.backend != "gloo", "device_ids", rule
     yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
+    has_end = config.training.epochs or config.training.max_steps
+    yield not has_end, "training.epochs", "needs an end of the run. Set training.max_steps or training.epochs."
+    is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
+    yield (
+        config.schedule.name == "plateau" and not is_evaluated,
+        "schedule.name",
+        "needs evaluations. Set evaluation.every_epochs=1.",
+    )
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:

@@ -5,7 +5,8 @@ that takes intricate code (stopping together, equal replicas, exact resume) has 
 """
 
 import logging
-from contextlib import suppress
+import sys
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from .data.loader import TrainLoader, build_datasets
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
+from .training.average import WeightAverage
 from .training.checkpoint import CheckpointFolder, collect_state, find_state, load_initial_weights, resume
 from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
+from .training.hooks import begin_epochs, call_after_step, call_on_evaluation_end, figures_of, warn_of_close_names
 from .training.optimization import choose_optimizer, learning_rate, set_learning_rate
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
@@ -44,7 +47,7 @@ class Trainer:
         )  # fmt: skip
         self.evaluator = Evaluator(validation_data, "validation", config, context)
         self.progress = Progress(self.loader.num_samples, training.global_batch_size)
-        all_steps = training.epochs * self.loader.steps_per_epoch
+        all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, training.max_steps or all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
@@ -54,8 +57,12 @@ class Trainer:
             model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
+        begin_epochs(model, range(1))
+        self.num_epochs_begun = 1  # for which on_epoch_begin() of model.py was called in this process
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model.train(), partial(choose_optimizer, config=config.optimizer))
+        self.average = WeightAverage(self.strategy, training.ema_decay) if training.ema_decay else None
+        warn_of_close_names(train_data, validation_data)
 
     @property
     def is_complete(self) -> bool:
@@ -87,8 +94,10 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    step_loss, gradient_norm = self.train_step()
-                self.after_step(step_loss, gradient_norm)
+                    if self.begin_epochs(self.progress.epoch):
+                        rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
+                    means, gradient_norm = self.train_step()
+                self.after_step(means, gradient_norm)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
                 self.tracking.advance(self.progress.step)
@@ -117,30 +126,35 @@ class Trainer:
         self.clock.start(progress.num_samples_seen)
         return memory
 
-    def train_step(self) -> tuple[Tensor, Tensor | None]:
-        """One optimizer step. Returns this rank's part of the loss (the parts' mean over ranks is the global batch's
-        mean loss) and, if gradients are clipped, their norm. Both stay on the device: nothing here waits for it.
+    def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """One optimizer step. Returns this rank's parts of the loss and, if the step is logged, of training_metrics()
+        (the parts' mean over ranks is the global batch's mean), and the norm of clipped gradients. All stay on the
+        device: nothing here waits for it.
         """
-        strategy, config, step = self.strategy, self.config, self.progress.step + 1
-        rate = learning_rate(config.schedule, config.optimizer.learning_rate, step, self.total_steps)
-        set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
-        step_loss: Tensor | None = None
+        strategy, config, progress = self.strategy, self.config, self.progress
+        peak = config.optimizer.learning_rate
+        rate = learning_rate(config.schedule, peak, progress.step + 1, self.total_steps, progress.num_drops)
+        set_learning_rate(strategy.optimizer, rate, peak)
+        is_logged, means = progress.is_next_logged(config.logging.every_steps), dict[str, Tensor]()
         for (batch, request), weight in self.loader.next_step():
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
-                    loss, _ = user_model.compute_loss(strategy.model, batch)
+                    loss, outputs = user_model.compute_loss(strategy.model, batch)
                 strategy.backward(loss, weight)
-            part = weighted(loss.detach(), weight)
-            step_loss = part if step_loss is None else step_loss + part
-        assert step_loss is not None, "the loader hands out at least one micro-batch a step"
-        return step_loss, strategy.optimizer_step(config.training.max_gradient_norm)
+            figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+            for name, value in figures.items():
+                part = weighted(value, weight)
+                means[name] = means[name] + part if name in means else part
+        return means, strategy.optimizer_step(config.training.max_gradient_norm)
 
-    def after_step(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+    def after_step(self, means: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Count the step, then check, log and save where that is due."""
         config, progress = self.config, self.progress
         num_samples = progress.count_step()
-        self.finite.note(step_loss, progress.step)
-        self.epoch_loss += step_loss.double() * num_samples
+        if self.average is not None:
+            self.average.update()
+        self.finite.note(means["loss"], progress.step)
+        self.epoch_loss += means["loss"].double() * num_samples
         self.epoch_samples += num_samples
         if self.profiler is not None:
             self.profiler.step()
@@ -148,21 +162,22 @@ class Trainer:
         if self.clock.end_first_step() or (every and progress.step % every == 0):
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
         if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
-            self.log(step_loss, gradient_norm)
+            self.log(means, gradient_norm)
+        call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
         is_last = progress.step == self.total_steps
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
         if progress.is_due(config.checkpoint) or is_last:
             self.save()  # before the evaluation, which the next start repeats if it fails
 
-    def log(self, step_loss: Tensor, gradient_norm: Tensor | None) -> None:
+    def log(self, means: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
         self.finite.raise_if_found()
         progress = self.progress
-        losses = torch.stack([step_loss.double(), self.epoch_loss / self.epoch_samples])
-        loss, epoch_loss = (all_reduce(losses) / self.context.world_size).tolist()
+        parts = torch.stack([self.epoch_loss / self.epoch_samples, *(value.double() for value in means.values())])
+        epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
         record: dict[str, Any] = {
             **progress.line("train"),
-            "loss": loss,
+            **dict(zip(means, values, strict=True)),
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
         }
@@ -178,11 +193,13 @@ class Trainer:
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
             self.finite.raise_if_found()
-            values = self.evaluator.run(self.strategy, stop.allows)
+            with self.average.in_place() if self.average is not None else nullcontext():
+                values = self.evaluator.run(self.strategy, stop.allows)
+                call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
             progress.is_evaluation_pending = False
             record = {**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples}
             self.tracking.record(record)
-            if progress.judge(values[config.metric], config):
+            if progress.judge(values[config.metric], config, self.config.schedule.patience):
                 self.evaluator.write_report(self.directory, "best", progress.step)
                 self.save(is_best=True)
 
@@ -191,7 +208,7 @@ class Trainer:
         with self.clock.paused():
             progress = self.progress
             self.finite.raise_if_found(self.strategy.local_weights(), progress.step)
-            state = collect_state(self.strategy, progress, self.config)
+            state = collect_state(self.strategy, progress, self.config, self.average)
             beat()  # the disk has the whole of launch.timeout_minutes
             self.tracking.sync()
             if state is not None:  # rank 0
@@ -203,13 +220,23 @@ class Trainer:
     def resume(self) -> None:
         """Load the state that the config asks for: the run's last checkpoint, a file's, or none."""
         found = find_state(self.config, self.checkpoints, is_restart=self.context.attempt > 0)
-        resume(found, self.strategy, self.progress, self.config)
+        self.begin_epochs(found.state["epoch"] if found else 0)  # first: they say which parameters have a state
+        resume(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
             former, now = found.state["config"]["training"]["epochs"], self.config.training.epochs
             if former != now:
-                words = "training.epochs was %d, is %d: the learning rate follows the schedule of the new length"
+                words = "training.epochs was %s, is %s: the learning rate follows the schedule of the new length"
                 logger.info(words, former, now)
+
+    def begin_epochs(self, epoch: int) -> bool:
+        """Call on_epoch_begin() of model.py up to this epoch, once for each; whether other parameters train since."""
+        epochs = range(self.num_epochs_begun, epoch + 1)
+        self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
+        is_changed = bool(epochs) and begin_epochs(self.strategy.module, epochs)
+        if is_changed:
+            self.strategy.rebuild()
+        return is_changed
 
     def finish(self) -> None:
         """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""

@@ -79,7 +79,7 @@ def restore(
     check_weights({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
     strategy = create_strategy(config, context)
     strategy.prepare(model)
-    strategy.set_weights(state["model"])
+    strategy.set_weights(state.get("average", state["model"]))
     return state, strategy, data
 
 

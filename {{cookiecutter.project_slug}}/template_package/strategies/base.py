@@ -1,5 +1,6 @@
 """Plain PyTorch on one device, and the methods that other strategies override."""
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -56,7 +57,18 @@ class Strategy:
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
         if build_optimizer is not None:
+            self._build_optimizer = build_optimizer
             self.optimizer = build_optimizer(self.module)
+
+    def rebuild(self) -> None:
+        """Wrap the model and build the optimizer anew, after `requires_grad` has changed; its state stays."""
+        former = self.optimizer.state
+        del self.model
+        gc.collect()  # DDP's hooks on the parameters end with it
+        self.model = self.wrap(self.module)
+        self.optimizer = self._build_optimizer(self.module)
+        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        self.optimizer.state.update({key: value for key, value in former.items() if key in trained})
 
     def move(self, model: nn.Module) -> nn.Module:
         """The model on the device, before it is compiled and wrapped."""

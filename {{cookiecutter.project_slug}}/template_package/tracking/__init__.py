@@ -70,6 +70,9 @@ class Tracking:
         else:
             self._bar.set_postfix_str(figures, refresh=False)
 
+    def log(self, step: int) -> Any:
+        return None
+
     def sync(self) -> None:
         """Bring all recorded lines to the disk: no checkpoint may be newer than the figures."""
         if self._is_main:

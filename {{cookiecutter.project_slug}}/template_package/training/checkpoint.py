@@ -25,6 +25,7 @@ from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
+from .average import WeightAverage
 from .optimization import settings_kept
 from .progress import Progress
 
@@ -136,7 +137,7 @@ def read_on_main(read: Callable[[], Found | None]) -> Found | None:
         if found is None:
             return pack(())
         to_meta = partial(tree_map, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
-        parts = {key: to_meta(found.state[key]) for key in ("model", "optimizer")}
+        parts = {key: to_meta(found.state[key]) for key in ("model", "optimizer", "average") if key in found.state}
         return pack(tuple(found._replace(state=found.state | parts)))
 
     received = unpack(from_main(outline))
@@ -179,7 +180,9 @@ def check_same_values(
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
 
 
-def resume(found: Found | None, strategy: Strategy, progress: Progress, config: Config) -> None:
+def resume(
+    found: Found | None, strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
+) -> None:
     """Load weights, optimizer, counts and random states; ConfigError if they are another model's, or of other data."""
     context = strategy.context
     if found is not None:
@@ -191,6 +194,8 @@ def resume(found: Found | None, strategy: Strategy, progress: Progress, config: 
         check_weights(strategy.shapes(), state["model"], f"name={config.name}")
         with settings_kept(strategy.optimizer):
             strategy.load_state_dict(state)
+        if average is not None and "average" in state:
+            average.set_weights(state["average"])
         progress.load_state_dict(state, is_other_run=found.is_other_run)
         if not found.is_best and not found.is_other_run:
             progress.saved = progress.step, progress.is_evaluation_pending
@@ -200,10 +205,13 @@ def resume(found: Found | None, strategy: Strategy, progress: Progress, config: 
         set_random_states(found.state["random_states"][context.rank], *context.devices)
 
 
-def collect_state(strategy: Strategy, progress: Progress, config: Config) -> dict[str, Any] | None:
+def collect_state(
+    strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
+) -> dict[str, Any] | None:
     """The content of a checkpoint on rank 0, None on the others. All ranks call it."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
+    state |= {} if average is None else {"average": average.get_weights()}
     packed = gather_objects(pack(get_random_states(*strategy.context.devices)))
     return None if packed is None else state | {"random_states": [unpack(content) for content in packed]}
 

@@ -18,6 +18,7 @@ from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
+from .hooks import figures_of
 
 logger = logging.getLogger(__name__)
 _PART = 2**20
@@ -39,7 +40,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     with generators_restored(*context.devices), strategy.accumulate(is_last_micro_batch=not is_trial):
         try:
             with strategy.autocast():
-                loss, _ = user_model.compute_loss(strategy.model, micro_batch.batch)
+                loss, outputs = user_model.compute_loss(strategy.model, micro_batch.batch)
             if len(calls) != 1:
                 rule = "its wrapper shares the gradients, so call it once, and no part of it such as model.module"
                 raise ConfigError(f"compute_loss in model.py called model(...) {len(calls)} times: {rule}.")
@@ -47,6 +48,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
                 found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
+            figures_of(loss, outputs, micro_batch.batch)
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()

@@ -22,6 +22,7 @@ from ..data.random_state import generators_restored
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
+from .hooks import figures_of
 from .stopping import Interrupted, beat
 
 CONFUSION_MATRIX = "confusion_matrix"
@@ -32,15 +33,17 @@ class Evaluator:
     """Evaluates a strategy's model on one data set, as often as it is asked to."""
 
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
-        self._loader = EvaluationLoader(dataset, config.loader, context, name)
+        max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
+        max_samples = None if max_batches is None else max_batches * size
+        self._loader = EvaluationLoader(dataset, config.loader, context, name, max_samples)
         self._config, self._context, self._split = config.evaluation, context, name
         self._model_config = config.model
         self._label_names: list[str] = getattr(dataset, "label_names", None) or []
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
-        share = -(-config.training.global_batch_size // context.world_size)
-        size = config.training.micro_batch_size
-        self.set_micro_batch_size(share if size == "auto" else size)
+        share = -(-size // context.world_size)
+        micro_batch_size = config.training.micro_batch_size
+        self.set_micro_batch_size(share if micro_batch_size == "auto" else micro_batch_size)
 
     @cached_property
     def _metrics(self) -> Any:
@@ -59,39 +62,56 @@ class Evaluator:
 
     @torch.no_grad()
     def run(
-        self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, max_batches: int | None = None
+        self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, num_parts: int | None = None
     ) -> dict[str, float]:
         """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
 
-        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike.
+        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. num_parts: evaluate
+        only the first micro-batch, cut in so many parts; with 2, only its loss.
         """
         strategy.synchronize_buffers()
         strategy.module.eval()
-        metrics = self._metrics
-        totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
-        for micro_batch in self._loader.read(self._size, max_batches):
+        metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
+        has_metrics = bool(len(metrics)) and num_parts != 2
+        sums: dict[str, Tensor] = {}  # of figure x weight, and of the weights
+        for micro_batch in self._loader.read(self._size, num_parts):
+            batch, request = micro_batch
             beat()
             if not may_go_on():
                 raise Interrupted
             with strategy.autocast():
-                loss, outputs = user_model.compute_loss(strategy.evaluation_model, micro_batch.batch)
-            if micro_batch.request.num_samples:
-                if len(metrics):
-                    user_model.update_metrics(metrics, outputs, micro_batch.batch)
-                weight = loss_weight_of(micro_batch, self._context)
+                loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
+            figures = figures_of(loss, outputs, batch) | {"": torch.ones_like(loss)}
+            if has_metrics and request.num_samples:
+                if evaluate_batch is not None:
+                    with strategy.autocast():
+                        outputs = evaluate_batch(strategy.evaluation_model, batch)
+                user_model.update_metrics(metrics, outputs, batch)
+            weight = loss_weight_of(micro_batch, self._context)
+            for name, value in figures.items():
                 # A mean over nothing may be 0/0; here no gradient comes of it.
-                totals += torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
+                sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.double() * weight)
         strategy.module.train()
-        loss_sum, weight_sum = all_reduce(totals).tolist()
-        self._values = self._compute_over_ranks()
+        *totals, total_weight = all_reduce(torch.stack([*sums.values()])).tolist()
+        means = [total / total_weight if total_weight else math.nan for total in totals]
+        self._values = self._compute_over_ranks() if num_parts != 2 else {}
         numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
-        return {"loss": loss_sum / weight_sum if weight_sum else math.nan, **numbers}
+        return dict(zip(sums, means, strict=False)) | numbers
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate one micro-batch. ConfigError if evaluation.metric is not among the names that come of it."""
         metric, mode = self._config.metric, self._config.mode
         with generators_restored(*self._context.devices):
-            names = [*self.run(strategy, max_batches=1)]
+            halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
+        names = [*whole]
+        tolerance = 1e-3 if strategy.precision == "fp32" else 0.03  # 16 bits have two or three digits
+        if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
+            words = (
+                "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves, so it depends on "
+                "the number of ranks. If it is a mean over tokens or class weights, say, define loss_weight(batch, "
+                "module) in model.py."
+            )
+            logger.warning(words, whole["loss"], halves)
         if others := ", ".join(sorted(self._values.keys() - {*names, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded: %s of build_metrics()", others)
         if metric not in names:

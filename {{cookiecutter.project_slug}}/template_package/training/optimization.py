@@ -1,7 +1,7 @@
 """The optimizer, and its learning rate as a function of the step. Strategies step it and clip gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,30 @@ SET_BY_CONFIG = ("lr", "initial_lr", "weight_decay", "betas", "momentum")  # of 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer from model.py's build_optimizer, if it has one, else from the one below."""
-    optimizer = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
-    if not isinstance(optimizer, Optimizer):
-        rule = "it must return one torch optimizer; its parameter groups may have settings of their own"
-        raise ConfigError(f"build_optimizer() in model.py returned a {type(optimizer).__name__}: {rule}.")
-    return optimizer
+    built = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
+    optimizers = built if isinstance(built, list | tuple) else [built]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            rule = "it must return a torch optimizer, or a list of them; parameter groups may have their own settings"
+            raise ConfigError(f"build_optimizer() in model.py returned a {type(optimizer).__name__}: {rule}.")
+    return optimizers[0] if len(optimizers) == 1 else Optimizers(optimizers)
+
+
+class Optimizers(Optimizer):
+    """Several optimizers that step together, as one with the groups of all. They share one state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        # torch refuses a parameter that two of these groups hold.
+        super().__init__([{"params": [p for g in o.param_groups for p in g["params"]]} for o in optimizers], {})
+        self._optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for optimizer in optimizers:
+            optimizer.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step each optimizer."""
+        for optimizer in self._optimizers:
+            optimizer.step()
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -61,16 +80,24 @@ def settings_kept(optimizer: Optimizer) -> Iterator[None]:
         group.update(values)
 
 
-def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
     """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
+
+    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`. num_drops: how
+    often the metric has come to a plateau.
 
     Linear warm-up reaches `peak` at step `warmup_steps`. The next step (step 1 without warm-up) has the peak too, and
     from there the rate falls as torch's schedulers do: the floor would be reached one step after the last.
     """
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
+    if (of_user := getattr(user_model, "learning_rate", None)) is not None:
+        return peak * float(of_user(step, total_steps))
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
+    if config.name == "one_cycle":
+        return _one_cycle(peak, step - 1, (warmup or 0.3 * total_steps) - 1, total_steps - 1)
+    if step <= warmup:
+        return peak * step / warmup
     floor = config.min_learning_rate
-    progress = min(1.0, (step - 1 - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
     match config.name:
         case "constant":
             return peak
@@ -81,6 +108,17 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
         case "step":  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 is above 7, so round
             num_drops = sum(step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones)
             return max(floor, peak * config.decay_factor**num_drops)
+        case "plateau":
+            return max(floor, peak * config.decay_factor**num_drops)
+
+
+def _one_cycle(peak: float, index: int, peak_index: float, last_index: int) -> float:
+    """From a 25th of `peak` up to it and down to nearly 0: torch's OneCycleLR (Smith and Topin, arXiv:1708.07120)."""
+    if index <= peak_index:
+        start, end, progress = peak / 25, peak, index / max(peak_index, 1e-9)
+    else:
+        start, end, progress = peak, peak / 25e4, (index - peak_index) / max(last_index - peak_index, 1e-9)
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:

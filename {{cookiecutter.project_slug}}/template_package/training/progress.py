@@ -9,7 +9,9 @@ from typing import Any
 
 from ..config import CheckpointConfig, EvaluationConfig
 
-EARLY_STOPPING = ("best_epoch", "epochs_without_improvement", "is_evaluation_pending", "num_samples")  # in checkpoints
+EARLY_STOPPING = (  # in checkpoints
+    "best_epoch", "epochs_without_improvement", "is_evaluation_pending", "num_samples", "num_drops", "num_stale",
+)  # fmt: skip
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Progress:
     best: dict[str, Any] | None = None  # {<evaluation.metric>: value, "step": step}
     best_epoch: int = 0
     epochs_without_improvement: int = 0  # as of the last evaluation: early stopping waits for the next one
+    num_stale: int = 0  # evaluations since the best one, or since the last drop of the learning rate
+    num_drops: int = 0  # of the learning rate, where the metric has come to a plateau
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
     saved: tuple[int, bool] | None = None  # step and is_evaluation_pending of the last checkpoint, best.pt aside
 
@@ -56,15 +60,22 @@ class Progress:
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
-    def judge(self, value: float, config: EvaluationConfig) -> bool:
-        """Note the value of an evaluation; True if it is the best so far."""
+    def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
+        """Note the value of an evaluation; True if it is the best so far. patience: of schedule.name=plateau."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         is_better = is_better and math.isfinite(value)
         if is_better:
             self.best, self.best_epoch = {config.metric: value, "step": self.step}, self.current_epoch
         self.epochs_without_improvement = self.current_epoch - self.best_epoch
+        self.num_stale = 0 if is_better else self.num_stale + 1
+        if self.num_stale > patience:
+            self.num_drops, self.num_stale = self.num_drops + 1, 0
         return is_better
+
+    def is_next_logged(self, every_steps: int) -> bool:
+        """Whether the step to come is one whose figures are logged: every so many, and each epoch's last."""
+        return (self.step + 1) % every_steps == 0 or self.position + self.global_batch_size >= self.num_samples
 
     def line(self, split: str) -> dict[str, Any]:
         """The first entries of a line in metrics.jsonl."""

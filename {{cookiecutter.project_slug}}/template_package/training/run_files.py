@@ -106,7 +106,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
     if readable := checkpoints.load_first(paths):
         _, state = readable
         summary["best"] = state["best"]  # best.pt may come from steps that a crash lost and that were repeated
-        export_weights(state["model"], strategy.module, directory / "model.safetensors")
+        export_weights(state.get("average", state["model"]), strategy.module, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
     return summary
 

@@ -46,15 +46,15 @@ class MeasuredTrainer(Trainer):
         self.marks: list[tuple[float, float, int]] = []  # time, seconds waited for data, samples seen
         self.losses: list[Tensor] = []
 
-    def train_step(self) -> tuple[Tensor, Tensor | None]:
+    def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
         """The trainer's step, which is measured."""
         if self.progress.step in (self.num_warm_up_steps, self.last_timed_step):
             self._mark()
         if self.progress.step >= self.last_timed_step:
             torch.cuda.synchronize()
-        figures = super().train_step()
-        self.losses.append(figures[0])  # on the device, which nothing here waits for
-        return figures
+        means, norm = super().train_step()
+        self.losses.append(means["loss"])  # on the device, which nothing here waits for
+        return means, norm
 
     def save(self, *, is_best: bool = False) -> None:
         """Save nothing."""

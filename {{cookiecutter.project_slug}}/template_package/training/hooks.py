@@ -1,0 +1,84 @@
+"""The optional functions of model.py that the trainer calls between steps, and a look for misspelt ones."""
+
+import inspect
+import logging
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import dataset as user_data
+from .. import model as user_model
+from ..data.random_state import generators_restored
+from ..errors import ConfigError
+from ..strategies.base import Strategy
+
+FUNCTIONS = (
+    "build_model", "compute_loss", "build_metrics", "update_metrics", "build_optimizer", "loss_weight", "predict",
+    "training_metrics", "evaluate_batch", "learning_rate", "on_epoch_begin", "on_evaluation_end", "after_step",
+    "complete_config", "build_datasets", "collate", "read_inputs", "sample_lengths", "sample_weights", "label_names",
+)  # fmt: skip
+RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
+logger = logging.getLogger(__name__)
+
+
+def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """{"loss": loss} and the means that training_metrics() of model.py returns, 0-dim, without a graph."""
+    figures = {"loss": loss.detach()}
+    if (training_metrics := getattr(user_model, "training_metrics", None)) is not None:
+        with torch.no_grad():
+            means = training_metrics(outputs, batch)
+        is_right = isinstance(means, Mapping) and all(isinstance(v, Tensor) and v.dim() == 0 for v in means.values())
+        if not is_right or RESERVED & means.keys():
+            rule = f"it must return a dict of 0-dim tensors, none of them named {', '.join(sorted(RESERVED))}"
+            raise ConfigError(f"training_metrics() in model.py: {rule}.")
+        figures |= {name: value.detach() for name, value in means.items()}
+    return figures
+
+
+def begin_epochs(model: nn.Module, epochs: range) -> bool:
+    """Call on_epoch_begin(model, epoch) of model.py for each of these epochs; whether it changed what is trained."""
+    on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
+    former = [parameter.requires_grad for parameter in model.parameters()]
+    for epoch in epochs:
+        on_epoch_begin(model, epoch)
+    return former != [parameter.requires_grad for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def call_after_step(strategy: Strategy, step: int, log: Any) -> None:
+    """Call after_step(model, step, log) of model.py. What it draws at random does not shift the run."""
+    if (after_step := getattr(user_model, "after_step", None)) is not None:
+        with generators_restored(*strategy.context.devices):
+            after_step(strategy.evaluation_model, step, log)
+
+
+@torch.no_grad()
+def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
+    """Call on_evaluation_end(model, log) of model.py, with the model in eval mode. An error there is a warning."""
+    if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
+        strategy.module.eval()
+        with generators_restored(*strategy.context.devices):
+            try:
+                on_evaluation_end(strategy.evaluation_model, log)
+            except Exception:
+                logger.warning("warning: on_evaluation_end() of model.py failed; the run goes on", exc_info=True)
+        strategy.module.train()
+
+
+def warn_of_close_names(*datasets: Any) -> None:
+    """Name functions of model.py and dataset.py, and attributes of the data sets, that seem misspelt and unused."""
+    for module in (user_model, user_data):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        if module is user_data:
+            names += [name for dataset in datasets for name in vars(dataset) if name.startswith(("sample_", "label_"))]
+        source = inspect.getsource(module)
+        for name in dict.fromkeys(names):
+            is_used = re.search(rf"(?<!def )\b{name}\b(?!\s*[:=][^=])", source)
+            close = get_close_matches(name, FUNCTIONS, n=1)
+            if name not in FUNCTIONS and close and not is_used:
+                words = "warning: %s in %s: nothing calls it. Did you mean %s?"
+                logger.warning(words, name, f"{module.__name__.rpartition('.')[2]}.py", close[0])

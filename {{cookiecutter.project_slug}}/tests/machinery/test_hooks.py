@@ -1,0 +1,227 @@
+"""The optional functions of model.py, on one rank and on two, before and after a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_training import DOUBLE
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from conftest import Project
+
+UNEVEN = ("training.global_batch_size=15", "training.micro_batch_size=3")
+METRICS = """
+def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {"error": (outputs - batch.targets).abs().mean(), "largest": batch.inputs[:, 0].mean()}
+"""
+LOGGED_EPOCHS = """
+def on_epoch_begin(model: nn.Module, epoch: int) -> None:
+    print(f"[epoch {epoch} begins]", flush=True)
+    model[0].requires_grad_(epoch >= 1)
+"""
+
+
+def on(num_ranks: int, *words: str) -> list[str]:
+    return [f"device_ids={','.join(['cpu'] * num_ranks)}", *words]
+
+
+def assert_close(lines: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-10) -> None:
+    """The same keys, and numbers within a relative tolerance."""
+    assert [line.pop("split") for line in lines] == [line.pop("split") for line in expected] and lines
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=tolerance)
+
+
+def test_training_metrics_are_means_over_the_global_batch_and_the_validation_set(project: Project) -> None:
+    project.append("model.py", METRICS)
+    words = (*DOUBLE, *UNEVEN, "logging.every_steps=3")
+    project.run_many({f"on{n}": [*on(n, *words)] for n in (1, 2)})
+    project.run_many({"whole": [*on(1, *DOUBLE, UNEVEN[0], "logging.every_steps=3")]})
+    for split in ("train", "validation"):
+        lines = [project.lines(name, split) for name in ("whole", "on1", "on2")]
+        assert len(lines[0]) == (9 if split == "train" else 3)  # 7 steps an epoch: 3, 6, 7, 9, …
+        for other in lines[1:]:
+            assert_close(other, project.lines("whole", split), tolerance=1e-6)  # torchmetrics computes in float32
+    for line in project.lines("on2", "validation"):  # torchmetrics computes the same over the same samples
+        assert line["error"] == pytest.approx(line["absolute_error"], rel=1e-6)
+
+
+def test_wrong_training_metrics_are_refused_before_step_1(project: Project) -> None:
+    project.append("model.py", METRICS.replace('"error"', '"epoch"'))
+    assert "training_metrics() in model.py: it must return" in project.run("device_ids=cpu,cpu", code=2)
+
+
+def test_evaluate_batch_gives_what_metrics_see(project: Project) -> None:
+    project.append(
+        "model.py", "def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:\n    return batch.targets"
+    )
+    project.run("device_ids=cpu,cpu", "training.max_steps=2")
+    (line,) = project.lines("run", "validation")
+    assert line["absolute_error"] == 0.0 and line["loss"] > 0.0
+
+
+def test_learning_rate_of_the_user_takes_the_place_of_the_schedule(project: Project) -> None:
+    project.append(
+        "model.py", "def learning_rate(step: int, total_steps: int) -> float:\n    return step / total_steps"
+    )
+    project.run("device_ids=cpu,cpu", "training.max_steps=4", "schedule.warmup_steps=3")
+    assert [line["learning_rate"] for line in project.lines("run")] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+
+
+def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Project) -> None:
+    project.append("model.py", LOGGED_EPOCHS)
+    words = (*DOUBLE, *UNEVEN)
+    for n in (1, 2):
+        project.run(*on(n, *words), f"name=on{n}")
+    initial = project.checkpoint("on2", 7)["model"]["0.weight"]
+    later = project.checkpoint("on2", 14)["model"]["0.weight"]
+    assert not torch.equal(initial, later)
+    for step in (7, 14, 21):
+        one, two = (project.checkpoint(name, step)["model"] for name in ("on1", "on2"))
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, rtol=1e-10, atol=1e-12)
+    log = (project.directory("on2") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    assert [log.count(f"[epoch {epoch} begins]") for epoch in range(4)] == [1, 1, 1, 0]
+
+    project.rewind("on2", 14, "again")
+    project.run(*on(2, *words), "name=again")
+    assert project.lines("again") == project.lines("on2")
+    last, repeated = (project.checkpoint(name, 21) for name in ("on2", "again"))
+    torch.testing.assert_close(repeated["model"], last["model"], rtol=0, atol=0)
+    torch.testing.assert_close(repeated["optimizer"]["state"], last["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_frozen_part_does_not_move_before(project: Project) -> None:
+    project.append("model.py", LOGGED_EPOCHS)
+    project.run("device_ids=cpu,cpu", "checkpoint.every_steps=3", "training.epochs=1")
+    first, last = (project.checkpoint("run", step)["model"] for step in (3, 6))
+    assert torch.equal(first["0.weight"], last["0.weight"]) and not torch.equal(first["3.weight"], last["3.weight"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -> None:
+    words = (*DOUBLE, *UNEVEN, "training.ema_decay=0.9", "checkpoint.every_steps=1", f"strategy={strategy}")
+    project.run(*on(2, *words))
+    model = torch.nn.ParameterDict({k.replace(".", "_"): v for k, v in project.checkpoint("run", 1)["model"].items()})
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    for step in range(1, 22):
+        state = project.checkpoint("run", step)
+        for name, weight in state["model"].items():
+            model[name.replace(".", "_")].data.copy_(weight)
+        average.update_parameters(model)
+        for name, weight in state["average"].items():
+            expected = average.module.get_parameter(name.replace(".", "_")).data
+            torch.testing.assert_close(weight, expected, rtol=1e-12, atol=1e-14)
+
+    loss = project.lines("run", "validation")[-1]["loss"]
+    project.run("evaluate", *on(2, *words), "evaluation.checkpoint=last")
+    assert project.json("run", "evaluation.json")["loss"] == pytest.approx(loss, rel=1e-12)
+    plain = (*DOUBLE, *UNEVEN, "name=plain")
+    project.run(*on(2, *plain))
+    assert project.lines("plain") == project.lines("run") or strategy == "fsdp"  # the steps are the same
+    assert project.lines("plain", "validation")[-1]["loss"] != pytest.approx(loss, rel=1e-6)
+
+    project.rewind("run", 9, "again")  # in the middle of epoch 2
+    project.run(*on(2, *words), "name=again")
+    for step in (10, 21):
+        one, two = (project.checkpoint(name, step) for name in ("run", "again"))
+        torch.testing.assert_close(two["average"], one["average"], rtol=0, atol=0)
+    assert project.lines("again", "validation") == project.lines("run", "validation")
+
+
+def test_hooks_on_evaluation_end_and_after_step_do_not_shift_the_run(project: Project) -> None:
+    words = ("model.dropout=0.3", "data.noise=0.1", "training.max_steps=9")
+    project.run("device_ids=cpu,cpu", *words, "name=plain")
+    project.append(
+        "model.py",
+        """
+def on_evaluation_end(model: nn.Module, log: Any) -> None:
+    assert not model.training and not torch.is_grad_enabled()
+    print("noise", torch.rand(3), flush=True)
+    raise ValueError("a picture of the wrong shape")
+
+
+def after_step(model: nn.Module, step: int, log: Any) -> None:
+    torch.rand(step)
+    print(f"[after step {step}]", flush=True)
+""",
+    )
+    output = project.run("device_ids=cpu,cpu", *words, "name=hooked")
+    assert project.lines("hooked") == project.lines("plain")
+    assert output.count("ValueError: a picture") == 2 and "on_evaluation_end() of model.py failed" in output
+    log = (project.directory("hooked") / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    assert [log.count(f"[after step {step}]") for step in range(11)] == [0, *[1] * 9, 0]
+
+
+def test_several_optimizers_step_together_and_resume(project: Project) -> None:
+    """Muon for matrices, AdamW for the rest; each with a rate of its own that follows the schedule."""
+    project.append(
+        "model.py",
+        """
+def build_optimizer(model: nn.Module, config: Any) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=config.learning_rate)]
+""",
+    )
+    words = (*UNEVEN, "schedule.name=linear")
+    for n in (1, 2):
+        project.run(*on(n, *words), f"name=on{n}")
+    assert_close(project.lines("on2"), project.lines("on1"), tolerance=1e-3)
+    assert project.lines("on2")[-1]["learning_rate"] == pytest.approx(0.02 / 21)
+    project.rewind("on2", 14, "again")
+    project.run(*on(2, *words), "name=again")
+    assert project.lines("again") == project.lines("on2")
+    groups = project.checkpoint("on2", 21)["optimizer"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [3, 3] and "ns_steps" in groups[0] and "betas" in groups[1]
+
+
+def test_plateau_lowers_the_rate_and_resumes(project: Project) -> None:
+    words = (*DOUBLE, "schedule.name=plateau", "schedule.patience=1", "schedule.decay_factor=0.1", "training.epochs=8")
+    words = (*words, "evaluation.metric=error")
+    project.append("model.py", METRICS.replace("(outputs - batch.targets).abs().mean()", "torch.ones(())"))
+    project.run(*on(2, *words))
+    rates = [line["learning_rate"] for line in project.lines("run")]
+    epochs = [rates[7 * epoch] for epoch in range(8)]
+    assert epochs == pytest.approx([0.01] * 3 + [0.001] * 2 + [0.0001] * 2 + [0.00001])
+    project.rewind("run", 28, "again")
+    project.run(*on(2, *words), "name=again")
+    assert project.lines("again") == project.lines("run")
+
+
+def test_loss_that_is_no_mean_over_samples_is_told(project: Project) -> None:
+    words = ("data.min_length=1", "data.max_length=9", "training.max_steps=2")
+    assert "no mean over samples" not in project.run("device_ids=cpu,cpu", *words, "name=plain")
+    assert "no mean over samples" in project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true")
+    project.append("model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()")
+    weighted = project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true", "name=weighted")
+    assert "no mean over samples" not in weighted
+
+
+def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
+    project.append("model.py", "def on_epoch_start(model: nn.Module, epoch: int) -> None:\n    pass")
+    project.append("model.py", "def train_metrics(outputs: Tensor, batch: Batch) -> None:\n    pass")
+    project.edit("dataset.py", "        self.inputs = ", "        self.sample_weight = 1.0\n        self.inputs = ")
+    output = project.run("device_ids=cpu,cpu", "training.max_steps=1")
+    for name, right in (
+        ("on_epoch_start in model.py", "on_epoch_begin"), ("train_metrics in model.py", "training_metrics"),
+        ("sample_weight in dataset.py", "sample_weights"),
+    ):  # fmt: skip
+        assert output.count(f"{name}: nothing calls it. Did you mean {right}?") == 1
+
+
+def test_max_steps_alone_ends_a_run(project: Project) -> None:
+    project.run("device_ids=cpu,cpu", "training.epochs=null", "training.max_steps=9")
+    assert [line["step"] for line in project.lines("run")] == [*range(1, 10)]
+    refused = project.run("training.epochs=null", "name=other", code=2)
+    assert refused.count("\n") == 1 and "training.epochs=null: needs an end of the run" in refused
+
+
+def test_max_batches_evaluates_the_same_samples_on_any_number_of_ranks(project: Project) -> None:
+    words = (*DOUBLE, "training.max_steps=2", "evaluation.max_batches=2")
+    project.run_many({f"on{n}": [*on(n, *words)] for n in (1, 2, 3)})
+    lines = [project.lines(f"on{n}", "validation")[-1] for n in (1, 2, 3)]
+    assert [line["num_samples"] for line in lines] == [32] * 3
+    assert_close(lines[1:], [lines[0].copy(), lines[0].copy()])
