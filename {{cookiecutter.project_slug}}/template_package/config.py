@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from . import model as user_model
-from .config_file import read_settings
+from .config_file import OTHER_VALUES, our_word, read_settings
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
@@ -37,6 +37,8 @@ def parse_device_ids(value: object) -> str | list[int] | list[str]:
         return texts
     if 0 < len(texts) <= 256 and all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
         return [int(text) for text in texts]
+    if match := re.fullmatch(r"(?:cuda|gpu):([0-9]{1,9})", "".join(texts[:1])):
+        raise ValueError(f"GPUs are named by their number alone. Set device_ids={match[1]}.")
     raise ValueError("must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids=0,2 or device_ids=cpu,cpu.")
 
 
@@ -192,8 +194,8 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     trackers = ["none", *available_files("tracking", besides=("logs", "confusion_matrix"))]
     choices = (("strategy", config.strategy, strategies), ("logging.tracker", config.logging.tracker, trackers))
     for key, name, names in choices:
-        close = get_close_matches(name, names, n=1)
-        remedy = f"Did you mean {key}={close[0]}?" if close else "Others come with the template: copy their file."
+        close = _close(name, names)
+        remedy = f"Did you mean {key}={close}?" if close else "Others come with the template: copy their file."
         yield name not in names, key, f"must be one of {', '.join(names)}. {remedy}"
     launch, devices = config.launch, config.device_ids
     is_doubled = isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
@@ -208,6 +210,12 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
         "schedule.name",
         "needs evaluations. Set evaluation.every_epochs=1.",
     )
+
+
+def _close(value: str, values: Sequence[str]) -> str | None:
+    """The one of `values` that is meant: by the word that another tool has for it, or by its spelling."""
+    meant = [ours for ours, others in OTHER_VALUES.items() if ours in values and value in others.split()]
+    return next(iter(meant or get_close_matches(value, values, n=1)), None)
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
@@ -250,6 +258,27 @@ def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str 
         elif former != now:
             lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
     return lines
+
+
+def as_today(stored: dict[str, Any], section: Any = Config, prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+    """A stored plain config with the keys of today, and what that changes: new ones have their defaults."""
+    types, today = _field_types(section), dict[str, Any]()
+    changes = [f"{prefix}{key}={one_line(value)} is gone" for key, value in stored.items() if key not in types]
+    for item in fields(section):
+        if is_dataclass(types[item.name]):
+            inner = as_today(stored.get(item.name) or {}, types[item.name], f"{prefix}{item.name}.")
+            today[item.name], changes = inner[0], changes + inner[1]
+        elif item.name in stored:
+            today[item.name] = stored[item.name]
+        elif item.default is not MISSING or callable(item.default_factory):
+            today[item.name] = item.default_factory() if callable(item.default_factory) else item.default
+            changes.append(f"{prefix}{item.name}={one_line(today[item.name])} is new")
+    return today, changes
+
+
+def keys_free_to_change() -> set[str]:
+    """The dotted keys whose fields are marked with metadata={"decisive": False}."""
+    return {key for key, item in _all_keys() if not item.metadata.get("decisive", True)}
 
 
 @cache
@@ -300,7 +329,9 @@ def _unknown_key(key: str, value: Any) -> str:
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
-    remedy = f"Did you mean {close[0]}{typed}?" if close else "config.yaml shows all keys."
+    meant = f"{close[0]}{typed}" if close else None
+    meant = meant if same else our_word(key, one_line(value)) or meant
+    remedy = f"Did you mean {meant}?" if meant else "config.yaml shows all keys."
     return f"{one_line(key)}{typed}: there is no such key. {remedy}"
 
 
@@ -319,8 +350,8 @@ def _explain(error: ValidationError) -> str:
         return f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
     rule = " or ".join(dict.fromkeys(problem["msg"] for problem in problems))  # several, if the type is a union
     rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or").split(", unable")[0]
-    if close := get_close_matches(str(value).lower(), re.findall(r"'(\w+)'", rule), n=1):
-        return f"{typed}: {rule}. Did you mean {key}={close[0]}?"
+    if close := _close(str(value).lower(), re.findall(r"'(\w+)'", rule)):
+        return f"{typed}: {rule}. Did you mean {key}={close}?"
     default = known[key].default
     remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
     return f"{typed}: {rule}. {remedy}"

@@ -78,7 +78,7 @@ def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
         ("training.epochs=0", "training.epochs=0: must be greater than or equal to 1"),
         ("training.epochs=1.5", "training.epochs=1.5: must be a valid integer"),
         ("training.epochs=99999999999999999999", "training.epochs=99999999999999999999: must be"),
-        ("training.epochs=", "training.epochs=null: must be a valid integer"),
+        ("training.epochs=", "training.epochs=null: needs an end of the run"),
         ("training.epochs=[3]", "training.epochs=[3]: must be a valid integer"),
         ("launch.timeout_minutes=1e-5", "launch.timeout_minutes=1e-5: must be greater than or equal to 0.02"),
         ("optimizer.learning_rate=nan", "must be a finite number"),

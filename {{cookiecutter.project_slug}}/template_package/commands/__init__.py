@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config_file import read_settings
+from ..config_file import read_settings, set_words
 from ..errors import ConfigError, one_line
+from ..files import run_directory
 from ..launching.environment import launcher_of
 from ..launching.processes import start_fork_server
 
@@ -33,17 +34,28 @@ class CommandLine:
     """The words after run.py, sorted. rest: those that only the command understands (predict's input, --json)."""
 
     config_path: Path
+    is_config_typed: bool = False
     command: str = "train"
     overrides: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
 
     def load_config(self) -> Config:
-        """The Config that file and words make. Raises ConfigError."""
+        """The Config that file and words make. Raises ConfigError.
+
+        evaluate and predict take the run's own file instead, unless --config is typed; where and how to evaluate is
+        still the present file's.
+        """
         settings = read_settings(self.config_path, self.overrides)
         if self.command in ("train", "evaluate", "predict") and _has_several_ranks(settings.get("device_ids")):
             start_fork_server()  # it imports torch while this process does
-        from ..config import build_config
+        from ..config import as_today, build_config
 
+        stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
+        if self.command in ("evaluate", "predict") and not self.is_config_typed and stored.exists():
+            own, _ = as_today(read_settings(stored, ()))
+            own |= {key: settings.get(key, {}) for key in ("launch", "loader", "evaluation")}
+            own["device_ids"] = settings.get("device_ids", "auto")
+            settings = set_words(own, self.overrides)
         return build_config(settings)
 
     def launch(self, run_fn: Callable[[int, int, Config], None]) -> int:
@@ -72,9 +84,9 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
             print(USAGE.format(commands="|".join(commands)))
             raise SystemExit(0)
         if word == "--config" and waiting:
-            line.config_path = Path(waiting.pop(0))
+            line.config_path, line.is_config_typed = Path(waiting.pop(0)), True
         elif word.startswith("--config="):
-            line.config_path = Path(word.removeprefix("--config="))
+            line.config_path, line.is_config_typed = Path(word.removeprefix("--config=")), True
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
         elif word in commands and not has_command:

@@ -26,6 +26,8 @@ from .library_environment import changed_environment, launch_variables
 class AccelerateStrategy(DistributedDataParallelStrategy):
     """An Accelerator over the process group that exists already."""
 
+    can_rebuild = False
+
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         super().__init__(config, context, options)
         if self.precision == "fp16" and context.device.type == "cpu":

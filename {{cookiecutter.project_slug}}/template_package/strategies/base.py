@@ -32,6 +32,8 @@ class Strategy:
     """Whether a forward pass waits for the other ranks: then all must run micro-batches of one size."""
     needs_all_gradients = False
     """Whether every rank must have a gradient for each trained parameter."""
+    can_rebuild = True
+    """Whether other parameters may be trained from an epoch on."""
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -62,6 +64,9 @@ class Strategy:
 
     def rebuild(self) -> None:
         """Wrap the model and build the optimizer anew, after `requires_grad` has changed; its state stays."""
+        if not self.can_rebuild:
+            problem = "it changed requires_grad after the first step, which this strategy cannot follow"
+            raise ConfigError(f"on_epoch_begin() in model.py: {problem}. Set strategy=ddp, or freeze in epoch 0 only.")
         former = self.optimizer.state
         del self.model
         gc.collect()  # DDP's hooks on the parameters end with it
@@ -153,6 +158,10 @@ class Strategy:
     def evaluation_model(self) -> nn.Module:
         """The module that evaluation calls: no gradients are shared there, so mostly the bare one."""
         return self.module
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside this context ranks may run different numbers of forward passes, as generation does."""
+        return nullcontext()
 
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, before evaluating and saving: running statistics are each rank's own."""

@@ -28,12 +28,16 @@ from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
 class DeepSpeedStrategy(DistributedDataParallelStrategy):
     """A DeepSpeed engine over the process group that exists already."""
 
+    can_rebuild = False
+
     model: Any
     optimizer: Any
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: Options) -> None:
         super().__init__(config, context, DdpConfig())
         self._zero, self._stage = options, options.zero_stage
+        if config.ema_decay is not None:
+            raise ConfigError(f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp.")
         self.needs_all_gradients = False  # asked in the last backward of every step: ZeRO drops gradients after it
         self.has_collective_forward = self._stage > 0  # or a collective backward, before the last micro-batch
         self._deepspeed = _import_deepspeed(context)

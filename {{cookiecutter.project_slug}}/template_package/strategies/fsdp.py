@@ -9,6 +9,7 @@ autocast makes of fp32 weights would stay on every rank until backward. Gradient
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ class FullyShardedStrategy(Strategy):
 
     has_collective_forward = True
     needs_all_gradients = True
+    can_rebuild = False
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
@@ -76,6 +78,18 @@ class FullyShardedStrategy(Strategy):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
         clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Every rank holds all weights, so that its forward passes wait for nobody."""
+        units = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(self._memory["reshard_after_forward"], recurse=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, once the weights that evaluation left gathered are parts again."""

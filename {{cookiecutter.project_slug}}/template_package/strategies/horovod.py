@@ -27,6 +27,8 @@ REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients th
 class HorovodStrategy(DistributedDataParallelStrategy):
     """Whole weights on each rank, as with DDP; Horovod's hooks in place of DDP's."""
 
+    can_rebuild = False
+
     model: Any
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:

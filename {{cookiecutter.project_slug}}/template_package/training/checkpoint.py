@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
-from ..config import Config, differing_keys, to_dict
+from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
 from ..data.random_state import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
@@ -174,10 +174,17 @@ def _read_state(config: Config, checkpoints: CheckpointFolder, is_restart: bool)
 def check_same_values(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
-    """ConfigError if two plain configs differ in one of the (dotted) keys or below it."""
-    lines = [line for line in differing_keys(stored, present) if re.match(rf"({'|'.join(keys)})[.:]", line)]
-    if lines:
+    """ConfigError if two plain configs differ in one of the (dotted) keys or below it.
+
+    A key that only one of them knows counts as its default: a field that model.py has gained or lost since.
+    """
+    wanted, free = re.compile(rf"({'|'.join(keys)})[.:=]"), keys_free_to_change()
+    stored, changes = as_today(stored)
+    lines = [line for line in differing_keys(stored, present) if wanted.match(line)]
+    if lines := [line for line in lines if line.partition(": ")[0] not in free]:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
+    if changes := [change for change in changes if wanted.match(change)]:
+        logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
 
 
 def resume(

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -74,6 +75,7 @@ class Evaluator:
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
         sums: dict[str, Tensor] = {}  # of figure x weight, and of the weights
+        stack = ExitStack()
         for micro_batch in self._loader.read(self._size, num_parts):
             batch, request = micro_batch
             beat()
@@ -82,6 +84,8 @@ class Evaluator:
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
             figures = figures_of(loss, outputs, batch) | {"": torch.ones_like(loss)}
+            if has_metrics and evaluate_batch is not None and not sums:
+                stack.enter_context(strategy.gathered())  # on all ranks, after their first forward pass
             if has_metrics and request.num_samples:
                 if evaluate_batch is not None:
                     with strategy.autocast():
@@ -91,6 +95,7 @@ class Evaluator:
             for name, value in figures.items():
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.double() * weight)
+        stack.close()
         strategy.module.train()
         *totals, total_weight = all_reduce(torch.stack([*sums.values()])).tolist()
         means = [total / total_weight if total_weight else math.nan for total in totals]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -240,3 +241,61 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("none.yaml", ".", "x" * 999):
         with pytest.raises(ConfigError, match="cannot be read"):
             load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("batch_size=32", "training.global_batch_size=32"),
+        ("training.batch_size=32", "training.global_batch_size=32"),
+        ("lr=1e-3", "optimizer.learning_rate=1e-3"),
+        ("optimizer.lr=1e-3", "optimizer.learning_rate=1e-3"),
+        ("gpus=2", "device_ids=auto:2"),
+        ("num_gpus=2", "device_ids=auto:2"),
+        ("gpu_ids=0,1", "device_ids=0,1"),
+        ("nr=1", "launch.node_rank=1"),
+        ("node_rank=1", "launch.node_rank=1"),
+        ("nodes=2", "launch.nodes=2"),
+        ("num_nodes=2", "launch.nodes=2"),
+        ("accumulate_grad_batches=4", "training.micro_batch_size=N"),
+        ("accumulate_step=4", "training.micro_batch_size=N"),
+        ("amp=true", "training.precision=bf16"),
+        ("fp16=true", "training.precision=bf16"),
+        ("resume_from_checkpoint=last.pt", "checkpoint.resume=last.pt"),
+        ("resume=never", "checkpoint.resume=never"),
+        ("seed_everything=1", "seed=1"),
+        ("num_epochs=3", "training.epochs=3"),
+        ("max_epochs=3", "training.epochs=3"),
+        ("max_iters=100", "training.max_steps=100"),
+        ("wd=0.1", "optimizer.weight_decay=0.1"),
+        ("optim=sgd", "optimizer.name=sgd"),
+        ("lr_scheduler=cosine", "schedule.name=cosine"),
+        ("warmup_ratio=0.1", "schedule.warmup_steps=0.1"),
+        ("gradient_clip_val=1", "training.max_gradient_norm=1"),
+        ("gradient_checkpointing=true", "training.activation_checkpointing=true"),
+        ("ema=0.99", "training.ema_decay=0.99"),
+        ("sync_bn=true", "training.sync_batchnorm=true"),
+        ("workers=4", "loader.num_workers=4"),
+        ("port=29500", "launch.master_port=29500"),
+        ("backend=gloo", "launch.backend=gloo"),
+        ("pretrained=a.pt", "checkpoint.initial_weights=a.pt"),
+        ("report_to=wandb", "logging.tracker=wandb"),
+        ("log_every_n_steps=5", "logging.every_steps=5"),
+        ("run_name=first", "name=first"),
+        ("strategy=dp", "strategy=data_parallel"),
+        ("strategy=ddp_spawn", "strategy=ddp"),
+        ("strategy=zero3", "strategy=fsdp"),
+        ("training.precision=16-mixed", "training.precision=fp16"),
+        ("training.precision=32", "training.precision=fp32"),
+        ("device_ids=cuda:2", "device_ids=2"),
+        ("--local_world_size=2", "device_ids=auto:2"),
+        ("--batch-size=32", "training.global_batch_size=32"),
+    ],
+)
+def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "config.yaml", [word])
+    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}[.?]$", str(error.value)), str(error.value)
+    assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
+    if not ours.endswith("=N") and "auto:2" not in ours:
+        load_config(ROOT / "config.yaml", [ours])

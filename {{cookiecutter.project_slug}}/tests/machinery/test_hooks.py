@@ -62,6 +62,28 @@ def test_evaluate_batch_gives_what_metrics_see(project: Project) -> None:
     assert line["absolute_error"] == 0.0 and line["loss"] > 0.0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_of_fsdp_may_generate_for_different_times(project: Project, precision: str) -> None:
+    project.append(
+        "model.py",
+        """
+def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:
+    for _ in range(2 + 3 * torch.distributed.get_rank()):
+        outputs = model(batch.inputs)
+    return outputs
+""",
+    )
+    words = (f"training.precision={precision}", "training.max_steps=9", "evaluation.micro_batch_size=7")
+    for strategy in ("ddp", "fsdp"):
+        project.run("device_ids=cpu,cpu", *words, f"strategy={strategy}", f"name={strategy}")
+    tolerance = 1e-5 if precision == "fp32" else 0.05
+    for split in ("train", "validation"):
+        assert_close(project.lines("fsdp", split), project.lines("ddp", split), tolerance)
+    project.run("evaluate", "device_ids=cpu,cpu", *words, "strategy=fsdp", "name=fsdp")
+    last = project.lines("fsdp", "validation")[-1]
+    assert project.json("fsdp", "evaluation.json")["absolute_error"] == pytest.approx(last["absolute_error"], rel=1e-6)
+
+
 def test_learning_rate_of_the_user_takes_the_place_of_the_schedule(project: Project) -> None:
     project.append(
         "model.py", "def learning_rate(step: int, total_steps: int) -> float:\n    return step / total_steps"
@@ -91,6 +113,13 @@ def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Projec
     last, repeated = (project.checkpoint(name, 21) for name in ("on2", "again"))
     torch.testing.assert_close(repeated["model"], last["model"], rtol=0, atol=0)
     torch.testing.assert_close(repeated["optimizer"]["state"], last["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_strategy_that_cannot_train_other_parameters_later_says_so(project: Project) -> None:
+    project.append("model.py", LOGGED_EPOCHS)
+    output = project.run("device_ids=cpu,cpu", "strategy=fsdp", code=2)
+    assert "on_epoch_begin() in model.py: it changed requires_grad after the first step" in output
+    assert len(project.lines("run")) == 7
 
 
 def test_frozen_part_does_not_move_before(project: Project) -> None:

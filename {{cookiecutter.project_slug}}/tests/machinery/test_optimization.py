@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, OneCycleLR
 
 from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
@@ -227,3 +227,16 @@ def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
         strategy.optimizer_step(None)
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("total_steps", [10, 37, 200])
+def test_one_cycle_equals_torchs_scheduler(total_steps: int) -> None:
+    own = rates(ScheduleConfig(name="one_cycle"), total_steps)
+    expected = torch_rates(OneCycleLR, total_steps, max_lr=PEAK, total_steps=total_steps, cycle_momentum=False)
+    assert own == pytest.approx(expected, rel=1e-9, abs=1e-12) and max(own) == pytest.approx(PEAK, rel=0.05)
+
+
+def test_warm_up_may_be_a_fraction_of_the_run() -> None:
+    for name in ("cosine", "linear", "constant", "plateau"):
+        fraction, steps = (ScheduleConfig(name=cast(Any, name), warmup_steps=warmup) for warmup in (0.1, 20))
+        assert rates(fraction, 200) == rates(steps, 200)

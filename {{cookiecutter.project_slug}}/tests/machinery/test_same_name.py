@@ -182,3 +182,34 @@ def test_newer_best_checkpoint_is_continued_from(project: Project) -> None:
     assert project.json("run", "summary.json")["best"]["step"] == 9
     (project.directory("run") / "checkpoints" / "step_00000009.pt").unlink()  # as if it had not been due
     assert "resuming after step 9 of 10" in project.run(*words, "training.max_steps=10")
+
+
+def test_field_marked_as_free_may_change_and_others_not(project: Project) -> None:
+    project.edit(
+        "model.py", "dropout: float = 0.0", "dropout: float = field(default=0.0, metadata={'decisive': False})"
+    )
+    project.edit("model.py", "from dataclasses import dataclass", "from dataclasses import dataclass, field")
+    project.run("training.epochs=1")
+    project.run("training.epochs=2", "model.dropout=0.1")
+    assert project.lines("run")[-1]["step"] == 14
+    assert "model.dtype: float32 -> float64" in project.run("training.epochs=3", "model.dtype=float64", code=2)
+
+
+def test_run_goes_on_and_is_evaluated_after_a_field_was_gained_and_another_lost(project: Project) -> None:
+    project.run("training.epochs=1", "model.seconds_per_step=0.001")
+    project.edit("model.py", "    seconds_per_step: float = 0.0", "    width: int = 7")
+    project.edit("model.py", "config.seconds_per_step if module.training", "0 if module.training")
+    project.run("evaluate")
+    output = project.run("training.epochs=2")
+    assert "model.width=7 is new" in output and "model.seconds_per_step=0.001 is gone" in output
+    assert project.lines("run")[-1]["step"] == 14
+    assert "model.width: 7 -> 8" in project.run("training.epochs=3", "model.width=8", code=2)
+
+
+def test_evaluate_takes_the_runs_own_config_and_typed_words_on_top(project: Project) -> None:
+    project.run("name=wide", "training.epochs=1", "model.dtype=float64", "data.dtype=float64", "data.num_validation=21")
+    printed = project.run("evaluate", "name=wide", "evaluation.checkpoint=last")
+    assert "validation split (21 samples)" in printed and "trained with other values" not in printed
+    assert "data.num_validation: 21 -> 22" in project.run("evaluate", "name=wide", "data.num_validation=22")
+    refused = project.run("evaluate", "name=wide", "model.width=3", code=2)
+    assert refused.count("\n") == 1 and "model.width=3: there is no such key" in refused
