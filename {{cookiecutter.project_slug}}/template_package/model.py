@@ -1,9 +1,9 @@
 """YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. Optional functions: `build_optimizer(model, config)`
-(in place of the one that config.yaml names), `loss_weight(batch)` (how many the loss is the mean over, if not samples:
-target tokens, say) and `complete_config(model, data)` (values that one of the two sections takes from the other).
+and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
+`training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
+`after_step` and `complete_config`.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 scratch; or any sequence classifier of Hugging Face, if `model.pretrained` names one.
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`; `run.py predict` uses `predict`; and, where you define them, `complete_config(model, data)`,
-`build_optimizer(model, config)` (instead of the one that config.yaml names) and `loss_weight(batch)` (what the loss is
-the mean over, if not samples: target tokens, say).
+and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
+`training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
+`after_step` and `complete_config`.
 """
 
 from dataclasses import dataclass
