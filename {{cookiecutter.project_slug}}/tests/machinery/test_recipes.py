@@ -1,0 +1,75 @@
+"""Every block of docs/how-do-i.md does what its section says, on two ranks, in the image example."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from conftest import PACKAGE, ROOT, Project, clean_environment
+
+TEXT = (ROOT.parent / "docs" / "how-do-i.md").read_text(encoding="utf-8")
+BLOCKS = {
+    match["title"]: match["code"]
+    for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
+    if (match := re.match(r"(?P<title>.*)\n(?:.*\n)*?```python\n(?P<code>(?:.*\n)*?)```", section))
+}
+WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
+GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
+
+
+@pytest.fixture
+def image_project(project: Project) -> Project:
+    for name in ("model.py", "dataset.py"):
+        shutil.copy(ROOT / PACKAGE / name, project.folder / PACKAGE)
+    shutil.copy(ROOT / "config.yaml", project.folder)
+    return project
+
+
+def add(project: Project, title: str) -> None:
+    code = BLOCKS[title]
+    file = code.split()[1].rstrip(",")
+    project.append(file, f"from typing import Any\n\nimport torch\n\n{code}" if file == "model.py" else code)
+
+
+def test_every_block_is_tried() -> None:
+    assert len(BLOCKS) == 12
+
+
+@pytest.mark.parametrize("title", [title for title in BLOCKS if title != "Work in a notebook"])
+def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
+    if "torchvision" in BLOCKS[title] and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    add(image_project, title)
+    output = image_project.run(*WORDS, *(GAN if "GAN" in title else []))
+    lines = image_project.lines("baseline")
+    assert [line["step"] for line in lines] == [*range(1, 13)]
+    assert "nothing calls it" not in output and "no mean over samples" not in output
+    if title == "Add a second loss, and see both":
+        assert lines[-1]["loss"] > lines[-1]["cross_entropy"] > 0 and 0 <= lines[-1]["accuracy"] <= 1
+    if title == "Log images":
+        assert list(image_project.directory("baseline").glob("media/*kernels.png"))
+
+
+@pytest.mark.parametrize("title", ["Weight classes", "Draw rare classes more often", "Train a GAN"])
+def test_recipe_gives_the_same_on_one_and_two_ranks(image_project: Project, title: str) -> None:
+    add(image_project, title)
+    if "GAN" in title:  # each rank draws noise of its own; here it follows from the images
+        noise = "torch.randn(len(batch.inputs), 16, device=batch.inputs.device)"
+        image_project.edit("model.py", noise, "batch.inputs.flatten(1)[:, 20:36]")
+    words = ["training.global_batch_size=63", "model.dropout=0", *WORDS[1:], *(GAN if "GAN" in title else [])]
+    for devices in ("cpu", "cpu,cpu"):
+        image_project.run(f"device_ids={devices}", *words, f"name=on-{devices.count(',')}")
+    for one, two in zip(image_project.lines("on-0"), image_project.lines("on-1"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3)
+
+
+def test_notebook_recipe_trains(image_project: Project) -> None:
+    code = BLOCKS["Work in a notebook"] + "assert exit_code == 0\n"
+    words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
+    subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
+    assert image_project.lines("notebook")[-1]["step"] == 4
