@@ -72,4 +72,4 @@ def test_notebook_recipe_trains(image_project: Project) -> None:
     code = BLOCKS["Work in a notebook"] + "assert exit_code == 0\n"
     words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
-    assert image_project.lines("notebook")[-1]["step"] == 4
+    assert image_project.json("notebook", "summary.json")["steps"] == 4
