@@ -125,7 +125,7 @@ class Trainer:
         rate = learning_rate(config.schedule, config.optimizer.learning_rate, step, self.total_steps)
         set_learning_rate(strategy.optimizer, rate, config.optimizer.learning_rate)
         step_loss: Tensor | None = None
-        for (batch, request), weight in self.loader.next_step():
+        for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, _ = user_model.compute_loss(strategy.model, batch)

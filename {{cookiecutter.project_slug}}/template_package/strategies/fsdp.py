@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -24,8 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ..config import FsdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
-from .base import Strategy
-from .numerics import blocks
+from .base import Strategy, blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 logger = logging.getLogger(__name__)
@@ -76,13 +75,6 @@ class FullyShardedStrategy(Strategy):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
         clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
-
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state, once the weights that evaluation left gathered are parts again."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return super().state_dict()
 
     def check_gradients(self) -> None:
         """From now on, a rank without a gradient sends zeros: the others would take its next one in its place."""

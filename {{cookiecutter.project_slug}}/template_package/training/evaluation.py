@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config
-from ..data.evaluation_loader import EvaluationLoader
-from ..data.loader import loss_weight_of, move
+from ..data.loader import EvaluationLoader, loss_weight_of, move
 from ..data.random_state import generators_restored
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
@@ -66,7 +65,7 @@ class Evaluator:
         may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike.
         """
         strategy.synchronize_buffers()
-        strategy.module.eval()
+        strategy.evaluation_model.eval()
         metrics = self._metrics
         totals = torch.zeros(2, dtype=torch.float64, device=self._context.device)  # loss x weight, weight
         for micro_batch in self._loader.read(self._size, max_batches):
@@ -78,10 +77,10 @@ class Evaluator:
             if micro_batch.request.num_samples:
                 if len(metrics):
                     user_model.update_metrics(metrics, outputs, micro_batch.batch)
-                weight = loss_weight_of(micro_batch, self._context)
+                weight = loss_weight_of(micro_batch, strategy.module, self._context)
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 totals += torch.stack([torch.where(weight == 0, 0.0, loss.double() * weight), weight])
-        strategy.module.train()
+        strategy.evaluation_model.train()
         loss_sum, weight_sum = all_reduce(totals).tolist()
         self._values = self._compute_over_ranks()
         numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
