@@ -96,6 +96,7 @@ class Trainer:
                 with memory.watched():
                     if self.begin_epochs(self.progress.epoch):
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
+                        self.loader.start(self.progress.epoch, 0)
                     means, gradient_norm = self.train_step()
                 self.after_step(means, gradient_norm)
                 if self.progress.is_evaluation_pending:
@@ -136,7 +137,7 @@ class Trainer:
         rate = learning_rate(config.schedule, peak, progress.step + 1, self.total_steps, progress.num_drops)
         set_learning_rate(strategy.optimizer, rate, peak)
         is_logged, means = progress.is_next_logged(config.logging.every_steps), dict[str, Tensor]()
-        for (batch, request), weight in self.loader.next_step():
+        for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, outputs = user_model.compute_loss(strategy.model, batch)

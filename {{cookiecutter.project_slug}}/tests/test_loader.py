@@ -10,13 +10,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from template_package.config import LoaderConfig
 from template_package.data import loader as loader_module
-from template_package.data.evaluation_loader import EvaluationLoader
-from template_package.data.loader import MicroBatch, TrainLoader, epoch_order
+from template_package.data.loader import EvaluationLoader, MicroBatch, TrainLoader, epoch_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
@@ -60,7 +59,7 @@ def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **op
     """The micro-batches of the first steps of a rank."""
     loader = train_loader(rank=rank, world_size=world_size, **options)
     loader.start(0, position)
-    taken = [[micro for micro, _ in loader.next_step()] for _ in range(num_steps)]
+    taken = [[micro for micro, _ in loader.next_step(nn.Identity())] for _ in range(num_steps)]
     loader.close()
     return taken
 
@@ -127,7 +126,7 @@ def test_reading_leaves_the_random_state_alone_and_position_needs_no_replay() ->
 def test_whole_batches_are_fetched_in_one_call() -> None:
     dataset = Batches()
     (first, second), *_ = steps(0, 1, num_steps=5, dataset=dataset, micro=4)
-    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (3, 4)
+    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (4, 3)
     assert dataset.epochs == [0, 1]
     subset = Subset(Batches(), list(range(23)))
     assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
@@ -178,7 +177,7 @@ def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a
 def test_one_batch_may_hold_all_samples_however_large_its_size() -> None:
     loader = train_loader(Sized(30), size=2**63 - 1, micro="auto")
     loader.start(0, 0)
-    assert [sorted(micro.request.indices) for micro, _ in loader.next_step()] == [list(range(30))]
+    assert [sorted(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [list(range(30))]
 
 
 def test_evaluation_puts_samples_of_like_length_together_and_of_each_some_on_every_rank() -> None:
@@ -211,7 +210,7 @@ def test_data_that_cannot_be_shared_out_are_refused() -> None:
         evaluated(empty, 0, 1, 4)
     dataset = Sized(10)
     dataset.__class__ = type("Shorter", (Sized,), {"__len__": lambda _: 9})
-    with pytest.raises(ConfigError, match="sample_lengths of Shorter holds 10 lengths for 9 samples"):
+    with pytest.raises(ConfigError, match="sample_lengths of Shorter holds 10 numbers for 9 samples"):
         train_loader(dataset)
 
 
@@ -220,7 +219,7 @@ def test_samples_of_a_micro_batch_that_cannot_be_read_are_named() -> None:
         def __getitem__(self, index: int) -> tuple[int, Tensor]:
             raise OSError("no such file")
 
-    first = epoch_order(23, 5, 0)[:3].tolist()
+    first = epoch_order(23, 5, 0)[:4].tolist()
     with pytest.raises(OSError, match="no such file") as caught:
         steps(0, 1, num_steps=1, dataset=Broken(), micro=4)
     assert caught.value.__notes__ == [f"while reading the samples {first} of Broken"]
@@ -253,7 +252,7 @@ def test_rehearsals_and_evaluations_draw_nothing_from_the_runs_generators(monkey
 def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
     loader = train_loader(size=23, micro=12)
     loader.start(0, 0)
-    assert [len(micro.request.indices) for micro, _ in loader.next_step()] == [11, 12]
+    assert [len(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [12, 11]
     assert len(loader.read_first(0, 0).request.indices) == 12
 
 
@@ -276,7 +275,7 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
         before = random.getstate()[1], str(numpy.random.get_state())
         loader = train_loader(Rare(), workers=workers, size=size, micro=size)
         loader.start(0, 0)
-        rows = torch.cat([batch.batch for _ in range(-(-40 // size)) for batch, _ in loader.next_step()])
+        rows = torch.cat([batch.batch for _ in range(-(-40 // size)) for batch, _ in loader.next_step(nn.Identity())])
         seen.add(tuple(rows[rows[:, 0].argsort()].flatten().tolist()))
         loader.close()
         assert (random.getstate()[1], str(numpy.random.get_state())) == before

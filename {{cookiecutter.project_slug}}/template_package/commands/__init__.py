@@ -34,10 +34,10 @@ class CommandLine:
     """The words after run.py, sorted. rest: those that only the command understands (predict's input, --json)."""
 
     config_path: Path
-    is_config_typed: bool = False
     command: str = "train"
     overrides: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
+    is_config_typed: bool = False
 
     def load_config(self) -> Config:
         """The Config that file and words make. Raises ConfigError.

@@ -13,7 +13,7 @@ import torch
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..data.evaluation_loader import EvaluationLoader
+from ..data.loader import EvaluationLoader
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import gather_objects, rank_context
@@ -68,7 +68,7 @@ def _predict_part(
 ) -> dict[int, dict[str, Any]]:
     """{index: row} of this rank's inputs, in micro-batches of `size`, or of half of it if memory runs out."""
     rows: dict[int, dict[str, Any]] = {}
-    strategy.module.eval()
+    strategy.evaluation_model.eval()
     try:
         for batch, request in loader.read(size):
             beat()

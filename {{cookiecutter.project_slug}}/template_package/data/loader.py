@@ -5,7 +5,7 @@ All of it is arithmetic on (seed, epoch, position), so a run resumes in the midd
 without replaying anything.
 """
 
-import copy
+import math
 import os
 import signal
 import sys
@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from .. import dataset as user_data
@@ -33,7 +34,9 @@ from .random_state import derive_seed, generators_restored, seed_generators
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
-_loss_weight = getattr(user_model, "loss_weight", None)
+_loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
+_parameters = signature(_loss_weight).parameters.values() if _loss_weight else ()
+_takes_module = sum(parameter.default is parameter.empty for parameter in _parameters) > 1
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Request:
 
     epoch: int
     indices: list[int]
+    draws: list[int]  # what each sample's random seed derives from, as epoch_order() returns it
     num_samples: int
     weight: float
     is_last: bool
@@ -64,10 +68,19 @@ def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], 
         return tuple(user_data.build_datasets(config.data))
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """(num_samples,) int64: the shuffled order of one epoch, the same on every rank."""
+def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
+    """(num_samples,) int64: the shuffled indices of one epoch, the same on every rank.
+
+    weights: draw the samples in proportion to them, with replacement. Then num_samples is added to an index for each
+    time that the epoch has drawn it before, so that its random augmentation differs each time.
+    """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
-    return torch.randperm(num_samples, generator=generator)
+    if weights is None:
+        return torch.randperm(num_samples, generator=generator)
+    drawn = torch.multinomial(weights, num_samples, replacement=True, generator=generator)
+    ordered, places = drawn.sort(stable=True)
+    num_earlier = torch.arange(num_samples) - torch.searchsorted(ordered, ordered)
+    return drawn.index_add(0, places, num_earlier * num_samples)
 
 
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
@@ -78,21 +91,10 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
-    batches = torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
+    batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
     shuffled = torch.randperm(len(whole) // size, generator=generator)
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
-
-
-def split_evenly(num_samples: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Start and stop of one of `num_parts` contiguous parts whose sizes differ by at most one."""
-    return num_samples * part // num_parts, num_samples * (part + 1) // num_parts
-
-
-def cut_evenly(indices: list[int], num_pieces: int) -> list[list[int]]:
-    """`indices` in `num_pieces` pieces whose sizes differ by at most one."""
-    bounds = [split_evenly(len(indices), num_pieces, piece) for piece in range(num_pieces)]
-    return [indices[start:stop] for start, stop in bounds]
 
 
 class TrainLoader:
@@ -105,32 +107,32 @@ class TrainLoader:
         self.num_samples, self.global_batch_size = check_dataset(dataset, "training"), global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
         largest_share = -(-min(global_batch_size, self.num_samples) // context.world_size)
-        self.micro_batch_size = min(
-            largest_share if micro_batch_size == "auto" else int(micro_batch_size), largest_share
-        )
-        self._context, self._config, self._seed = context, config, seed
-        self._lengths, self._fetcher = lengths_of(dataset), Fetcher(dataset, seed)
+        limit = largest_share if micro_batch_size == "auto" else int(micro_batch_size)
+        self.micro_batch_size = min(limit, largest_share)
+        self._context, self._seed = context, seed
+        self._lengths, self._weights = numbers_of(dataset, "sample_lengths"), numbers_of(dataset, "sample_weights")
+        self._reader = BatchReader(dataset, config, context, seed)
         self._batches: Iterator[MicroBatch] = iter(())
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
-        self.close()
         requests = (request for batch in self._global_batches(epoch, position) for request in self._share(*batch))
-        self._batches = read_batches(self._fetcher, requests, self._config, self._context)
+        self._batches = self._reader.read(requests)
 
-    def next_step(self) -> Iterator[tuple[MicroBatch, float | Tensor]]:
+    def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """The micro-batches of this rank's share of the next global batch, each with its weight in the loss.
 
         A weight is the micro-batch's part of the global batch, times world_size: averaged over ranks, they sum to 1.
         With loss_weight in model.py all micro-batches of the step are read before the first one runs.
+        module: the user's own, which loss_weight may ask for.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
                 yield micro_batch, micro_batch.request.weight
             return
         held = list(self._next_batches())
-        weights = torch.stack([loss_weight_of(micro_batch, self._context) for micro_batch in held])
+        weights = torch.stack([loss_weight_of(micro_batch, module, self._context) for micro_batch in held])
         total = all_reduce(weights.sum())
         share = torch.where(total == 0, 0.0, self._context.world_size / total)  # a batch may count nothing at all
         yield from zip(held, weights * share, strict=True)
@@ -140,13 +142,11 @@ class TrainLoader:
         next_batch = next(self._global_batches(epoch, position))
         chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
-        with generators_restored():  # a start more or less must not shift what is drawn
-            (micro_batch,) = read_batches(self._fetcher, [chosen], self._config, self._context)
-        return micro_batch
+        return next(self._reader.read([chosen]))
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches = iter(())
+        del self._batches, self._reader
 
     def _next_batches(self) -> Iterator[MicroBatch]:
         asked_at = time.perf_counter()
@@ -157,57 +157,86 @@ class TrainLoader:
                 return
             asked_at = time.perf_counter()
 
-    def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Each global batch from there on: its epoch and its indices."""
+    def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, Tensor]]:
+        """Each global batch from there on: its epoch, and its part of the epoch's order."""
         size = self.global_batch_size
         while True:
-            order = epoch_order(self.num_samples, self._seed, epoch)
+            order = epoch_order(self.num_samples, self._seed, epoch, self._weights)
             if self._lengths is not None:
                 order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
             for start in range(position, self.num_samples, size):
-                yield epoch, order[start : start + size].tolist()
+                yield epoch, order[start : start + size]
             epoch, position = epoch + 1, 0
 
-    def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
+    def _share(self, epoch: int, global_batch: Tensor) -> Iterator[Request]:
         """This rank's micro-batches of a global batch."""
         world_size, size = self._context.world_size, len(global_batch)
-        first, last = split_evenly(size, world_size, self._context.rank)
         # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank without
         # samples for a piece runs one with weight 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
-        for number, piece in enumerate(cut_evenly(global_batch[first:last], num_pieces), start=1):
-            weight = len(piece) * world_size / size  # 3 and 4 of 7: 6/7 and 8/7; DDP's mean makes 3/7 and 4/7 of them
-            yield Request(epoch, piece or global_batch[:1], len(piece), weight, number == num_pieces)
+        pieces = global_batch.tensor_split(world_size)[self._context.rank].tensor_split(num_pieces)
+        for number, piece in enumerate(pieces, start=1):
+            weight = len(piece) * world_size / size  # 4 and 3 of 7: 8/7 and 6/7; DDP's mean makes 4/7 and 3/7 of them
+            draws = piece if len(piece) else global_batch[:1]
+            indices = (draws % self.num_samples).tolist()
+            yield Request(epoch, indices, draws.tolist(), len(piece), weight, number == num_pieces)
+
+
+class EvaluationLoader:
+    """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        config: LoaderConfig,
+        context: RankContext,
+        name: str,
+        max_samples: int | None = None,
+    ) -> None:
+        num_all = check_dataset(dataset, name)
+        self.num_samples = min(num_all, max_samples or num_all)
+        # Evenly drawn if not all are wanted: the first ones may be of one class.
+        order = torch.arange(self.num_samples) * num_all // self.num_samples
+        self._share = order.tensor_split(context.world_size)[context.rank]
+        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
+            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size]
+        self._largest_share = -(-self.num_samples // context.world_size)
+        self._reader = BatchReader(dataset, config, context, seed=0)
+
+    def read(self, micro_batch_size: int, num_parts: int | None = None) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
+        requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
+        for piece in pieces if num_parts is None else pieces[0].tensor_split(num_parts):
+            indices = piece.tolist() or [0]
+            requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
+        return self._reader.read(requests)
 
 
 class Fetcher(Dataset[MicroBatch]):
-    """Reads one requested micro-batch. The random generators are seeded from (seed, epoch, index) before each item.
+    """Reads one requested micro-batch, and leaves the random generators as they were.
 
-    Only generators that the data set draws from are seeded: at the first draw the micro-batch is read again, seeded, so
-    an item may be read twice. A data set whose `__getitems__` returns a whole batch is asked once for it, and derives
-    its random numbers from `set_epoch(epoch)` and the indices itself.
-
-    is_ahead: read ahead of their step, or outside of any, collate and `__getitems__` are seeded per micro-batch.
-    Otherwise they draw from the rank's generators, whose states a checkpoint holds.
+    They are seeded from (seed, epoch, index) before each item, and before collate from the first index, but only those
+    that the data set draws from: at the first draw the micro-batch is read again, seeded. A data set whose
+    `__getitems__` returns a whole batch is asked once for it.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, *, is_ahead: bool = False) -> None:
-        self._dataset, self._seed, self.is_ahead = dataset, seed, is_ahead
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
         self._epoch: int | None = None
         self._draws_from = "nothing"  # as far as is known: "torch", or "all" generators
-        self._states: tuple[Any, dict[str, Any]] = None, {}  # the count of draws, and the generators' states then
+        self._states: tuple[bytes, dict[str, Any]] = b"", {}  # of Python's and NumPy's generators before they are drawn
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
-        self.has_whole_batches = hasattr(dataset, "__getitems__")
-        self.is_quick = self.has_whole_batches and not type(dataset).__module__.startswith("datasets.")  # Hugging Face
+        self._has_whole_batches = hasattr(dataset, "__getitems__")
+        self.is_quick = self._has_whole_batches and not type(dataset).__module__.startswith("datasets.")  # Hugging Face
 
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
-            with generators_restored() if self.is_ahead else nullcontext():
-                if self.is_ahead:
-                    seed_generators(derive_seed(self._seed, request.epoch, -3 - request.indices[0]), is_cpu_only=True)
-                return MicroBatch(self._read(request), request)
+            if request.epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(request.epoch)
+            self._epoch = request.epoch
+            return MicroBatch(self._read(request), request)
         except (StopIteration, SystemExit) as error:  # an iterator over the batches would end, as if they were all
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
         except Exception as error:
@@ -215,90 +244,97 @@ class Fetcher(Dataset[MicroBatch]):
             raise
 
     def _read(self, request: Request) -> Any:
-        if request.epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(request.epoch)
-        self._epoch = request.epoch
-        if self.has_whole_batches:
-            batch = cast(Any, self._dataset).__getitems__(request.indices)
-            return _collate(batch) if isinstance(batch, list) else batch
+        """The batch, read again if it is the first that draws from a generator which was not seeded."""
+        if self._draws_from == "all":
+            with generators_restored():
+                return self._read_seeded(request, partial(seed_generators, is_cpu_only=True))
+        torch_state, others = torch.get_rng_state(), random_state.python_and_numpy()
+        if self._states[0] != others:
+            self._states = others, random_state.get_random_states()
+        set_seed = torch.default_generator.manual_seed if self._draws_from == "torch" else None
+        batch = self._read_seeded(request, set_seed)
+        found = "nothing" if torch.equal(torch_state, torch.get_rng_state()) else "torch"
+        if random_state.python_and_numpy() != others:
+            found = "all"
+            random_state.set_random_states(self._states[1])
+        torch.set_rng_state(torch_state)
+        if found in ("nothing", self._draws_from):
+            return batch
+        self._draws_from = found
+        return self._read(request)
+
+    def _read_seeded(self, request: Request, set_seed: Callable[[int], object] | None) -> Any:
         dataset: Any = self._dataset
         rows = request.indices
+
+        def seed(number: int) -> None:
+            if set_seed is not None:
+                set_seed(derive_seed(self._seed, request.epoch, number))
+
+        if self._has_whole_batches:
+            seed(-3 - request.draws[0])
+            batch = dataset.__getitems__(rows)
+            return _collate(batch) if isinstance(batch, list) else batch
         if type(dataset) is Subset:
             dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
         if type(dataset) is TensorDataset and _collate is default_collate:
             return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
-        return _collate(self._read_items(request))
-
-    def _read_items(self, request: Request) -> list[Any]:
-        items, count = [], random_state.draw_counter()
-        seeds = (derive_seed(self._seed, request.epoch, index) for index in request.indices)
-        if self._draws_from == "all" or count is None:
-            with generators_restored():
-                for index, seed in zip(request.indices, seeds, strict=True):
-                    seed_generators(seed, is_cpu_only=True)
-                    items.append(self._dataset[index])
-            return items
-        if self._states[0] != count():
-            self._states = count(), random_state.get_random_states()
-        torch_state = torch.get_rng_state()
-        for index in request.indices:
-            if self._draws_from == "torch":
-                torch.default_generator.manual_seed(next(seeds))
-            items.append(self._dataset[index])
-        has_drawn = self._draws_from == "nothing" and not torch.equal(torch_state, torch.get_rng_state())
-        if self._states[0] != count():
-            self._draws_from, has_drawn = "all", True
-            random_state.set_random_states(self._states[1])
-        elif has_drawn:
-            self._draws_from = "torch"
-        torch.set_rng_state(torch_state)
-        return self._read_items(request) if has_drawn else items
+        items = []
+        for draw, row in zip(request.draws, rows, strict=True):
+            seed(draw)
+            items.append(dataset[row])
+        seed(-3 - request.draws[0])
+        return _collate(items)
 
 
-def read_batches(
-    fetcher: Fetcher, requests: Iterable[Request], config: LoaderConfig, context: RankContext,
-    kept: dict[int, DataLoader[MicroBatch]] | None = None, size: int = 0,
-) -> Iterator[MicroBatch]:  # fmt: skip
-    """The requested micro-batches in order, on the rank's device. Dropping the iterator ends its workers.
+class Requests:
+    """The requests that workers answer now: a DataLoader keeps its sampler, and its workers, for good."""
 
-    kept: loaders whose workers live on instead, by micro-batch size, for requests that are the same each time.
-    """
-    is_on_cpu = context.device.type == "cpu"
-    if config.num_workers != "auto":
-        num_workers = config.num_workers
-    elif is_on_cpu or fetcher.is_quick:
-        num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
-    else:
-        num_workers = min(8, num_usable_cores() // context.local_world_size)
-    if is_on_cpu and num_workers == 0:
-        return (fetcher[request] for request in requests)
-    fetcher = copy.copy(fetcher)
-    fetcher.is_ahead = True
-    loader: DataLoader[MicroBatch] = (kept or {}).get(size) or DataLoader(
-        fetcher,
-        batch_size=None,  # a request is a whole micro-batch already
-        collate_fn=cast(Any, _identity),  # torch's own would turn tuples into lists, and arrays into tensors
-        sampler=cast(Any, requests),
-        num_workers=num_workers,
-        prefetch_factor=config.prefetch_factor if num_workers else None,
-        persistent_workers=num_workers > 0 and kept is not None,
-        pin_memory=context.device.type == "cuda",
-        worker_init_fn=partial(_start_worker, os.getpid()),
-        # A rank started by a fork server would start a server of its own for them, and each would import torch anew.
-        multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-        generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
-    )
-    if kept is not None:
-        kept[size] = loader
-    with signals_blocked() if num_workers else nullcontext():  # a worker that one reaches at its start would die
-        micro_batches = iter(loader)
-    if is_on_cpu:
-        return micro_batches
-    return (micro_batch._replace(batch=move(micro_batch.batch, context.device)) for micro_batch in micro_batches)
+    now: Iterable[Request] = ()
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.now)
 
 
-def _identity(micro_batch: MicroBatch) -> MicroBatch:
-    return micro_batch
+class BatchReader:
+    """Reads requested micro-batches onto the rank's device; worker processes live as long as this object."""
+
+    def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, seed: int) -> None:
+        self._fetcher, self._requests, self._device = Fetcher(dataset, seed), Requests(), context.device
+        is_on_cpu = context.device.type == "cpu"
+        if config.num_workers != "auto":
+            num_workers = config.num_workers
+        elif is_on_cpu or self._fetcher.is_quick:
+            num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
+        else:
+            num_workers = min(8, num_usable_cores() // context.local_world_size)
+        self._loader: DataLoader[MicroBatch] | None = None
+        if num_workers or not is_on_cpu:
+            self._loader = DataLoader(
+                self._fetcher,
+                batch_size=None,  # a request is a whole micro-batch already
+                collate_fn=cast(Any, MicroBatch._make),  # torch's own would turn tuples into lists, arrays into tensors
+                sampler=cast(Any, self._requests),
+                num_workers=num_workers,
+                prefetch_factor=config.prefetch_factor if num_workers else None,
+                persistent_workers=num_workers > 0,
+                pin_memory=context.device.type == "cuda",
+                worker_init_fn=partial(_start_worker, os.getpid()),
+                # A rank started by a fork server would start a server for them, and each would import torch anew.
+                multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+                generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
+            )
+
+    def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
+        """The micro-batches in the order of the requests. What the iterator before has not read is dropped."""
+        if self._loader is None:
+            return map(self._fetcher.__getitem__, requests)
+        self._requests.now = requests
+        with signals_blocked() if self._loader.num_workers else nullcontext():  # they would kill a worker that starts
+            micro_batches = iter(self._loader)
+        if self._device.type == "cpu":
+            return micro_batches
+        return (micro_batch._replace(batch=move(micro_batch.batch, self._device)) for micro_batch in micro_batches)
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
@@ -326,22 +362,29 @@ def move(batch: Any, device: torch.device) -> Any:
     return apply_to_collection(batch, dtype=Movable, function=move_one)
 
 
-def loss_weight_of(micro_batch: MicroBatch, context: RankContext) -> Tensor:
+def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
     """The weight of this micro-batch's mean loss: 0-dim float64; 0 for one that only keeps the ranks in step."""
-    request = micro_batch.request
-    weight = _loss_weight(micro_batch.batch) if _loss_weight and request.num_samples else request.num_samples
+    weight: Any = micro_batch.request.num_samples
+    if _loss_weight is not None and weight:
+        arguments = (micro_batch.batch, module) if _takes_module else (micro_batch.batch,)
+        weight = _loss_weight(*arguments)
     if isinstance(weight, Tensor):
-        return weight.to(context.device, torch.float64)
+        return weight.detach().to(context.device, torch.float64)
     return torch.full((), weight, dtype=torch.float64, device=context.device)  # a copy from the host would wait
 
 
-def lengths_of(dataset: Any) -> Tensor | None:
-    """The length of each sample, if the data set has an attribute `sample_lengths`."""
-    lengths = getattr(dataset, "sample_lengths", None)
-    if lengths is not None and len(lengths) != len(dataset):
-        words = f"holds {len(lengths)} lengths for {len(dataset)} samples. Give it one length per sample."
-        raise ConfigError(f"sample_lengths of {type(dataset).__name__} {words}")
-    return None if lengths is None else torch.as_tensor(lengths)
+def numbers_of(dataset: Any, name: str) -> Tensor | None:
+    """The data set's attribute `name`, one number a sample, as float64; None if it has none."""
+    if getattr(dataset, name, None) is None:
+        return None
+    numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
+    if numbers.shape != (len(dataset),):
+        found = f"holds {numbers.numel()} numbers for {len(dataset)} samples. Give it one number per sample."
+    elif numbers.min() < 0 or not 0 < numbers.sum() < math.inf:
+        found = "holds a negative number, one that is not finite, or zeros only. Remove or replace it."
+    else:
+        return numbers
+    raise ConfigError(f"{name} of {type(dataset).__name__} {found}")
 
 
 def check_dataset(dataset: Dataset[Any], name: str) -> int:

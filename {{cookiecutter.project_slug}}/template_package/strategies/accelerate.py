@@ -14,12 +14,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config import DdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
 from .base import weighted
-from .ddp import DistributedDataParallelStrategy
+from .ddp import DistributedDataParallelStrategy, Wrapper
 from .library_environment import changed_environment, launch_variables
 
 
@@ -42,7 +43,10 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         """The module in Accelerate's DDP; with one rank the module itself."""
         with warnings.catch_warnings():  # torch has renamed an argument
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-            return self._accelerator.prepare_model(module)
+            model = self._accelerator.prepare_model(module)
+        if isinstance(model, DistributedDataParallel):
+            model.__class__ = Wrapper
+        return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """no_sync() on all but the last micro-batch. Accelerator.accumulate() would count equal micro-batches."""

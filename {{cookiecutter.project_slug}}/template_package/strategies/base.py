@@ -1,24 +1,28 @@
 """Plain PyTorch on one device, and the methods that other strategies override."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
-from ..config import TrainingConfig
+from ..config import Config, TrainingConfig
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
-from .numerics import checkpoint_activations, resolve_precision
-from .state import get_optimizer_state, get_weights, set_optimizer_state, set_weights
+from ..launching.distributed import RankContext, all_reduce
 
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
@@ -28,12 +32,9 @@ class Strategy:
     model: nn.Module
     module: nn.Module
     optimizer: Optimizer
-    has_collective_forward = False
-    """Whether a forward pass waits for the other ranks: then all must run micro-batches of one size."""
-    needs_all_gradients = False
-    """Whether every rank must have a gradient for each trained parameter."""
-    can_rebuild = True
-    """Whether other parameters may be trained from an epoch on."""
+    has_collective_forward = False  # whether forward waits for the other ranks: all then need micro-batches of one size
+    needs_all_gradients = False  # whether every rank must have a gradient for each trained parameter
+    can_rebuild = True  # whether other parameters may be trained from an epoch on
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -50,8 +51,8 @@ class Strategy:
         if self.config.sync_batchnorm and self.context.world_size > 1:
             if self.context.device.type == "cpu":
                 raise ConfigError("training.sync_batchnorm=true: torch has it on GPUs only. Set it to false.")
-            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-            self.module = convert(self.module)  # first: it makes other modules
+            # First, since it makes other modules.
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
@@ -96,21 +97,14 @@ class Strategy:
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add this micro-batch's gradients. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
-        loss = weighted(loss, weight)
-        if self.scaler.is_enabled():
-            loss = self.scaler.scale(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Step, drop the gradients, and return their global norm before clipping (None if they are not clipped)."""
-        if self.scaler.is_enabled():
-            self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
+        self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
-        if self.scaler.is_enabled():
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         for parameter in self._parameters:  # as optimizer.zero_grad(), at a tenth of its 20 microseconds
             parameter.grad = None
         return norm
@@ -122,15 +116,18 @@ class Strategy:
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
-        optimizer = get_optimizer_state(self.module, self.optimizer)
-        return {"model": self.get_weights(), "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+        weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
+        # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
+        has_state = bool(self.optimizer.state)
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if has_state else {}
+        return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of state_dict(), saved under any strategy. Rank 0 has it; the others have meta tensors in it."""
         self.set_weights(state["model"])
         if state["optimizer"]:
-            set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
-        if state["scaler"] and self.scaler.is_enabled():
+            _set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
+        if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -139,11 +136,13 @@ class Strategy:
 
     def get_weights(self) -> dict[str, Tensor]:
         """The model's state dict on the CPU; all ranks call it, rank 0's is whole."""
-        return get_weights(self.module)
+        return cast(dict[str, Tensor], get_model_state_dict(self.module, options=WHOLE))
 
+    @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Load such a state dict, which rank 0 has."""
-        set_weights(self.module, weights, self.context)
+        for name, tensor in self.module.state_dict().items():
+            tensor.copy_(_receive(weights[name], self.context, tensor))
 
     def local_weights(self) -> list[Tensor]:
         """The parameters that this rank holds: all of them whole, or its parts."""
@@ -162,6 +161,9 @@ class Strategy:
     def gathered(self) -> AbstractContextManager[None]:
         """Inside this context ranks may run different numbers of forward passes, as generation does."""
         return nullcontext()
+
+    def drop_gathered(self) -> None:
+        """Drop whole copies of weights that the last forward pass has left: the weights are about to change."""
 
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, before evaluating and saving: running statistics are each rank's own."""
@@ -194,3 +196,83 @@ class Strategy:
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     """`loss * weight`, without the product where the weight is known to be 1."""
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` as fp32, bf16 or fp16: bf16 where the GPU computes it itself, fp16 on older ones, fp32 on CPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def settle_precision(config: Config, context: RankContext) -> Config:
+    """The config with `auto` resolved for all ranks together: by the least able of their devices."""
+    choices: tuple[Literal["fp32"], Literal["fp16"], Literal["bf16"]] = ("fp32", "fp16", "bf16")
+    own = min(choices.index(resolve_precision(config.training.precision, device)) for device in context.devices)
+    common = int(all_reduce(torch.tensor(own, device=context.device), dist.ReduceOp.MIN))
+    return replace(config, training=replace(config.training, precision=choices[common]))
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost ModuleLists, ModuleDicts and Sequentials."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            yield child
+        else:
+            yield from blocks(child)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let each block keep only its inputs, and run again in backward (Chen et al. 2016, arXiv:1604.06174).
+
+    BatchNorm's running statistics then move twice a step. ConfigError if the model has no blocks.
+    """
+    found = list(blocks(model))
+    if not found:
+        problem = "the model has no nn.ModuleList, ModuleDict or Sequential of blocks to run again"
+        raise ConfigError(f"training.activation_checkpointing=true: {problem}. Put its layers in one, or set false.")
+    for block in found:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+class ShowsModule(nn.Module):
+    """A wrapper of the user's module, whose attributes and methods can be read as if there were no wrapper."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+@torch.no_grad()
+def _set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
+    """Load rank 0's state on every rank. torch's own function would make a step, which a user's step hooks count."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def receive(value: Any, like: Tensor | None = None) -> Any:
+        return tree_map(lambda part: _receive(part, context, like) if isinstance(part, Tensor) else part, value)
+
+    for group in (group for group in optimizer.param_groups if group["params"]):
+        is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
+        for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
+            options = {key: receive(value) for key, value in former.items() if key != "params"}
+            group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})
+        for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
+            for key, saved_value in saved["state"][names[parameter]].items():
+                value = receive(saved_value, parameter)
+                is_count = key == "step" and isinstance(value, Tensor) and not is_on_device
+                optimizer.state[parameter][key] = value.cpu() if is_count else value
+
+
+def _receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
+    """Rank 0's value, which the others know as meta, on the device; cut as `like` is, if that is a DTensor."""
+    whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
+    if context.world_size > 1:
+        dist.broadcast(whole := whole.contiguous(), src=0)
+    if isinstance(like, DTensor) and whole.dim() and whole.shape == like.shape:
+        # One whole tensor at a time; torch's own function fails on offloaded ones.
+        whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return whole

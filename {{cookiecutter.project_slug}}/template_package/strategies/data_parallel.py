@@ -14,7 +14,7 @@ from torch import nn
 from ..config import DdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .base import Strategy
+from .base import ShowsModule, Strategy
 
 
 class DataParallelStrategy(Strategy):
@@ -42,7 +42,7 @@ class DataParallelStrategy(Strategy):
         return self.model  # all devices evaluate too
 
 
-class _DataParallel(nn.DataParallel[nn.Module]):
+class _DataParallel(ShowsModule, nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the copies in the caller's precision: torch hands its threads autocast, but not whether bf16 or fp16."""
         if torch.is_autocast_enabled("cuda"):

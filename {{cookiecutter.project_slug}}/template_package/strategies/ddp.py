@@ -2,15 +2,13 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import DdpConfig, TrainingConfig
-from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .base import Strategy
+from .base import ShowsModule, Strategy
 
 
 class DistributedDataParallelStrategy(Strategy):
@@ -23,12 +21,10 @@ class DistributedDataParallelStrategy(Strategy):
         self._options = options
         self.has_collective_forward = options.static_graph  # a trial of memory would be recorded as the graph
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
-        if options.gradient_compression == "bf16" and not dist.is_nccl_available():
-            raise ConfigError("ddp.gradient_compression=bf16: torch has it with NCCL only. Set it to fp16.")
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """The module in DDP, which copies rank 0's weights to all."""
-        model = DistributedDataParallel(
+        model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
             find_unused_parameters=self._options.find_unused_parameters,
@@ -36,6 +32,7 @@ class DistributedDataParallelStrategy(Strategy):
             gradient_as_bucket_view=True,  # no second copy of the gradients
             forward_sync_buffers=False,  # a broadcast per forward costs more than the step of a small model
         )
+        del model.dim  # of use with several devices a rank only; it would hide the module's own
         if self._options.gradient_compression != "none":
             hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
             model.register_comm_hook(None, hooks[self._options.gradient_compression])
@@ -50,6 +47,10 @@ class DistributedDataParallelStrategy(Strategy):
         if isinstance(self.model, DistributedDataParallel):  # not if another library averages
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)
+
+
+class Wrapper(ShowsModule, DistributedDataParallel):
+    """torch's DDP."""
 
 
 STRATEGY = DistributedDataParallelStrategy

@@ -25,8 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ..config import FsdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
-from .base import Strategy
-from .numerics import blocks
+from .base import Strategy, blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 logger = logging.getLogger(__name__)
@@ -82,21 +81,20 @@ class FullyShardedStrategy(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Every rank holds all weights, so that its forward passes wait for nobody."""
-        units = [module for module in self.module.modules() if isinstance(module, FSDPModule)]
-        for unit in units:
+        for unit in self._sharded():
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
         yield
-        for unit in units:
-            unit.reshard()
+        self.drop_gathered()
+        for unit in self._sharded():
             unit.set_reshard_after_forward(self._memory["reshard_after_forward"], recurse=False)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state, once the weights that evaluation left gathered are parts again."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return super().state_dict()
+    def drop_gathered(self) -> None:
+        for unit in self._sharded():
+            unit.reshard()
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def check_gradients(self) -> None:
         """From now on, a rank without a gradient sends zeros: the others would take its next one in its place."""

@@ -32,7 +32,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
     model: Any
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
-        if options.gradient_compression == "bf16":  # before torch's own rule for it
+        if options.gradient_compression == "bf16":
             raise ConfigError("ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these.")
         super().__init__(config, context, options)
         self._horovod = _import_horovod()

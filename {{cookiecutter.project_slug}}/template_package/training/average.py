@@ -57,6 +57,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        self._strategy.drop_gathered()
         for weight, average in zip(self._weights, self._average, strict=True):  # one by one: no third copy of all
             former = weight.clone()
             weight.copy_(average)

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config
-from ..data.evaluation_loader import EvaluationLoader
-from ..data.loader import loss_weight_of, move
+from ..data.loader import EvaluationLoader, loss_weight_of, move
 from ..data.random_state import generators_restored
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
@@ -71,7 +70,7 @@ class Evaluator:
         only the first micro-batch, cut in so many parts; with 2, only its loss.
         """
         strategy.synchronize_buffers()
-        strategy.module.eval()
+        strategy.evaluation_model.eval()
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
         sums: dict[str, Tensor] = {}  # of figure x weight, and of the weights
@@ -91,12 +90,12 @@ class Evaluator:
                     with strategy.autocast():
                         outputs = evaluate_batch(strategy.evaluation_model, batch)
                 user_model.update_metrics(metrics, outputs, batch)
-            weight = loss_weight_of(micro_batch, self._context)
+            weight = loss_weight_of(micro_batch, strategy.module, self._context)
             for name, value in figures.items():
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.double() * weight)
         stack.close()
-        strategy.module.train()
+        strategy.evaluation_model.train()
         *totals, total_weight = all_reduce(torch.stack([*sums.values()])).tolist()
         means = [total / total_weight if total_weight else math.nan for total in totals]
         self._values = self._compute_over_ranks() if num_parts != 2 else {}

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
-from template_package.data.evaluation_loader import EvaluationLoader
-from template_package.data.loader import move
+from template_package.data.loader import EvaluationLoader, move
 from template_package.launching.distributed import RankContext
 
 
