@@ -2,8 +2,9 @@
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`, and `run.py predict` uses `predict`. Optional functions: `build_optimizer(model, config)`
-(in place of the one that config.yaml names), `loss_weight(batch)` (how many the loss is the mean over, if not samples:
-target tokens, say) and `complete_config(model, data)` (values that one of the two sections takes from the other).
+(in place of the one that config.yaml names), `loss_weight(batch, module)` (what the loss is the mean over, if not
+samples: target tokens, or `module.class_weights[batch.targets].sum()`) and `complete_config(model, data)` (values that
+one of the two sections takes from the other).
 """
 
 from dataclasses import dataclass

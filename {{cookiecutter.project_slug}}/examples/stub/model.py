@@ -2,7 +2,7 @@
 
 Replace what is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
 `update_metrics`; and, where you define them, `build_optimizer(model, config)` (instead of the one that config.yaml
-names) and `loss_weight(batch)` (what the loss is the mean over, if not samples: target tokens, say).
+names) and `loss_weight(batch, module)` (what the loss is the mean over, if not samples: target tokens, say).
 """
 
 from dataclasses import dataclass

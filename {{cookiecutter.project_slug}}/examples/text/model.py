@@ -3,8 +3,8 @@ scratch; or any sequence classifier of Hugging Face, if `model.pretrained` names
 
 Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`; `run.py predict` uses `predict`; and, where you define them, `complete_config(model, data)`,
-`build_optimizer(model, config)` (instead of the one that config.yaml names) and `loss_weight(batch)` (what the loss is
-the mean over, if not samples: target tokens, say).
+`build_optimizer(model, config)` (instead of the one that config.yaml names) and `loss_weight(batch, module)` (what
+the loss is the mean over, if not samples: target tokens, say).
 """
 
 from dataclasses import dataclass
