@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -97,6 +98,12 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
 
 
+def cut_evenly(items: list[int], num_parts: int) -> list[list[int]]:
+    """`items` in contiguous parts whose sizes differ by at most one."""
+    bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
+
+
 class TrainLoader:
     """This rank's micro-batches, step by step, from any position on and without end."""
 
@@ -157,7 +164,7 @@ class TrainLoader:
                 return
             asked_at = time.perf_counter()
 
-    def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, Tensor]]:
+    def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
         """Each global batch from there on: its epoch, and its part of the epoch's order."""
         size = self.global_batch_size
         while True:
@@ -165,50 +172,46 @@ class TrainLoader:
             if self._lengths is not None:
                 order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
             for start in range(position, self.num_samples, size):
-                yield epoch, order[start : start + size]
+                yield epoch, order[start : start + size].tolist()
             epoch, position = epoch + 1, 0
 
-    def _share(self, epoch: int, global_batch: Tensor) -> Iterator[Request]:
+    def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """This rank's micro-batches of a global batch."""
         world_size, size = self._context.world_size, len(global_batch)
         # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank without
         # samples for a piece runs one with weight 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
-        pieces = global_batch.tensor_split(world_size)[self._context.rank].tensor_split(num_pieces)
-        for number, piece in enumerate(pieces, start=1):
-            weight = len(piece) * world_size / size  # 4 and 3 of 7: 8/7 and 6/7; DDP's mean makes 4/7 and 3/7 of them
-            draws = piece if len(piece) else global_batch[:1]
-            indices = (draws % self.num_samples).tolist()
-            yield Request(epoch, indices, draws.tolist(), len(piece), weight, number == num_pieces)
+        share = cut_evenly(global_batch, world_size)[self._context.rank]
+        for number, piece in enumerate(cut_evenly(share, num_pieces), start=1):
+            weight = len(piece) * world_size / size  # 3 and 4 of 7: 6/7 and 8/7; DDP's mean makes 3/7 and 4/7 of them
+            draws = piece or global_batch[:1]
+            indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
+            yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces)
 
 
 class EvaluationLoader:
     """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        config: LoaderConfig,
-        context: RankContext,
-        name: str,
+        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str,
         max_samples: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         num_all = check_dataset(dataset, name)
         self.num_samples = min(num_all, max_samples or num_all)
         # Evenly drawn if not all are wanted: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
-        self._share = order.tensor_split(context.world_size)[context.rank]
+        self._share = cut_evenly(order.tolist(), context.world_size)[context.rank]
         if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
-            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size]
+            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size].tolist()
         self._largest_share = -(-self.num_samples // context.world_size)
         self._reader = BatchReader(dataset, config, context, seed=0)
 
     def read(self, micro_batch_size: int, num_parts: int | None = None) -> Iterator[MicroBatch]:
         """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
-        requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
-        for piece in pieces if num_parts is None else pieces[0].tensor_split(num_parts):
-            indices = piece.tolist() or [0]
+        requests, pieces = [], cut_evenly(self._share, -(-self._largest_share // micro_batch_size))
+        for piece in pieces if num_parts is None else cut_evenly(pieces[0], num_parts):
+            indices = piece or [0]
             requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
         return self._reader.read(requests)
 
@@ -245,6 +248,12 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _read(self, request: Request) -> Any:
         """The batch, read again if it is the first that draws from a generator which was not seeded."""
+        dataset: Any = self._dataset
+        rows = request.indices
+        if type(dataset) is Subset:
+            dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
+        if type(dataset) is TensorDataset and _collate is default_collate:
+            return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         if self._draws_from == "all":
             with generators_restored():
                 return self._read_seeded(request, partial(seed_generators, is_cpu_only=True))
@@ -265,7 +274,6 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _read_seeded(self, request: Request, set_seed: Callable[[int], object] | None) -> Any:
         dataset: Any = self._dataset
-        rows = request.indices
 
         def seed(number: int) -> None:
             if set_seed is not None:
@@ -273,16 +281,13 @@ class Fetcher(Dataset[MicroBatch]):
 
         if self._has_whole_batches:
             seed(-3 - request.draws[0])
-            batch = dataset.__getitems__(rows)
+            batch = dataset.__getitems__(request.indices)
             return _collate(batch) if isinstance(batch, list) else batch
-        if type(dataset) is Subset:
-            dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
-        if type(dataset) is TensorDataset and _collate is default_collate:
-            return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         items = []
-        for draw, row in zip(request.draws, rows, strict=True):
-            seed(draw)
-            items.append(dataset[row])
+        for draw, index in zip(request.draws, request.indices, strict=True):
+            if set_seed is not None:  # not to call it for nothing
+                seed(draw)
+            items.append(dataset[index])
         seed(-3 - request.draws[0])
         return _collate(items)
 

@@ -67,3 +67,5 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
     loader = EvaluationLoader(ProcessIds(), LoaderConfig(num_workers=1), RankContext(), "validation")
     seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
+    next(loader.read(2))  # broken off, with batches that a worker has read ahead
+    assert [request.indices for _, request in loader.read(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
