@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # run.py asks launcher_of() before anything slow is imported
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
-FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports (32768 on), which any process may be given
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface, see netdevice(7)
 
 
@@ -91,17 +90,15 @@ def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
 
 def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
     """These variables as numbers. ConfigError if one is missing or no number."""
-    wrong = [name for name in names if not re.fullmatch("[0-9]+", environment.get(name, ""))]
-    if wrong:
-        there = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
-        remedy = "Unset those and type `python run.py`, or start with torchrun, which sets all."
-        raise ConfigError(f"the environment is half set: {there}, but no number in {', '.join(wrong)}. {remedy}")
+    if wrong := [name for name in names if not environment.get(name, "").isdecimal()]:
+        remedy = f"Unset {', '.join(names)} and type `python run.py`, or start with torchrun, which sets all."
+        raise ConfigError(f"the environment is half set: no number in {', '.join(wrong)}. {remedy}")
     return [int(environment[name]) for name in names]
 
 
-def port_for(job: str | None) -> int:
+def port_for(job: str) -> int:
     """A port that is the same on every rank of a job and most likely another one for other jobs."""
-    return FIRST_PORT + zlib.crc32(str(job).encode()) % NUM_PORTS
+    return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux gives to any process, 32768 on
 
 
 def is_loopback(address: str) -> bool:
@@ -116,8 +113,8 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
-    if sys.platform != "linux" and is_one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")  # macOS
+    if is_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
     addresses: dict[str, str] = {}
@@ -131,7 +128,7 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no way: gloo will say so
             probe.connect((target, 9))  # sends nothing: the system only chooses the way
             # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.
-            if is_one_machine or not is_loopback(probe.getsockname()[0]):
+            if not is_loopback(probe.getsockname()[0]):
                 own = probe.getsockname()[0]
     if own in addresses:
         os.environ["GLOO_SOCKET_IFNAME"] = addresses[own]

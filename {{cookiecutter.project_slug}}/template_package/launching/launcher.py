@@ -11,10 +11,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,14 @@ from ..config import Config, differing_keys, to_dict
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
 from . import processes
-from .devices import Devices, find_gpus, take_devices
+from .devices import Devices, take_devices
 from .distributed import RankContext, join_group, leave_group, set_context
 from .environment import Launched, choose_interface, find_launcher, is_loopback
 
 RunFunction = Callable[[int, int, Config], None]
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """This node's part of a run: the devices of its local ranks, and how the ranks come to be."""
 
     devices: Devices
@@ -94,7 +93,6 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
         with processes.stop_signals_end():
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
     store = serve_local_store()
-    choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
     arguments = [(run_fn, config, context, store.port) for context in contexts]
     code, failure = processes.run_processes(_run_started_rank, arguments, store, config.launch.start_method)
     if failure is not None and code != processes.OUT_OF_MEMORY:
@@ -109,6 +107,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
 
 
 def _run_started_rank(run_fn: RunFunction, config: Config, context: RankContext, port: int) -> int:
+    choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     return _run_rank(run_fn, config, replace(context, store=store))
@@ -196,45 +195,29 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """This node as laid out by its launcher. Local rank 0 takes the devices for its neighbours."""
+    """Join the store of the launcher's ranks; local rank 0 takes the devices for its neighbours."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
-    address, port, num_ranks = launched.master_addr, launched.master_port, launched.local_world_size
-    choose_interface(config.launch.network_interface, address, is_one_machine=launched.world_size == num_ranks)
-    timeout = timedelta(minutes=config.launch.timeout_minutes + config.launch.wait_minutes)
-    is_served_here = launched.rank == 0 and not launched.is_store_served
-    server = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
+    address, options, num_ranks = launched.master_addr, config.launch, launched.local_world_size
+    choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
+    timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
+    is_server = launched.rank == 0 and not launched.is_store_served
+    port = launched.master_port
+    server = dist.TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
-    devices = Devices([], [])
-    if launched.launcher == "srun" and "cpu" not in config.device_ids:
-        own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
-        store.set(f"{key}/{launched.local_rank}", own)
-        if {store.get(f"{key}/{rank}") for rank in range(num_ranks)} != {own.encode()}:  # --gpus-per-task
-            devices = take_devices("auto:1", config.launch, environment)
-            return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
-    if launched.local_rank == 0:
-        try:
-            devices = _take_for_ranks(num_ranks, config, launched, environment)
-        finally:
-            store.set(key, json.dumps(devices.names))
-    elif names := json.loads(store.get(key)):
-        devices = Devices(names, [])
-    else:
-        raise StopRun(2)  # local rank 0 says why it has found none
-    return Node(devices, num_ranks, launched, store)
-
-
-def _take_for_ranks(num_ranks: int, config: Config, launched: Launched, environment: Mapping[str, str]) -> Devices:
-    """One device for each rank that the launcher has started on this node."""
-    is_auto = config.device_ids == "auto"
-    # After a restart the killed ranks' memory and locks may take a moment to be free.
-    options = replace(config.launch, wait_minutes=max(config.launch.wait_minutes, 0.5 if launched.attempt else 0.0))
-    wanted = f"auto:{num_ranks}" if is_auto else config.device_ids
-    devices = take_devices(wanted, options, environment, is_cpu_enough=is_auto)
+    if launched.launcher == "srun" and "SLURM_GPUS_PER_TASK" in environment and "cpu" not in config.device_ids:
+        devices = take_devices("auto:1", options, environment)  # each rank sees its own GPU alone
+        return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
+    if launched.local_rank > 0:
+        return Node(Devices(json.loads(store.get(key)), []), num_ranks, launched, store)
+    if launched.attempt:  # the killed ranks' memory and locks may take a moment to be free
+        options = replace(options, wait_minutes=max(options.wait_minutes, 0.5))
+    devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:
         problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
         remedy = f"Start {number} ranks, or name {num_ranks} devices."
         raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. {remedy}")
-    return devices
+    store.set(key, json.dumps(devices.names))
+    return Node(devices, num_ranks, launched, store)

@@ -95,8 +95,8 @@ def test_place_of_a_rank_is_read_from_every_launcher() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, r"LOCAL_RANK=0, but no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
-        (TORCHRUN | {"RANK": "one"}, r"RANK=one, .*but no number in RANK\."),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, r"no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
+        (TORCHRUN | {"RANK": "one"}, r"no number in RANK\. Unset RANK, "),
         ({"SLURM_STEP_NUM_TASKS": "2"}, r"no number in SLURM_PROCID"),
     ],
 )
