@@ -16,8 +16,7 @@ class _TextLoader(yaml.BaseLoader):
     """PyYAML's loader that leaves numbers and booleans as text, with null as None and a check for doubled keys."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        text = super().construct_scalar(node)
-        return _null(text, is_quoted=node.style is not None)
+        return _null(super().construct_scalar(node), is_quoted=node.style is not None)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

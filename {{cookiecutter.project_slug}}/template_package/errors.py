@@ -16,9 +16,7 @@ class FailureError(ConfigError):
 class StopRun(SystemExit):
     """This package ends the run in good order. Any other SystemExit comes from somebody else's code."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
+    code: int
 
 
 def one_line(value: object) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pynvml
 import torch
 
 from ..config import LaunchConfig, parse_device_ids
@@ -86,9 +87,8 @@ def take_devices(
     if is_auto and not num_free and not is_waiting:
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
-    fewer = f"auto:{num_free}" if num_free else "cpu"
-    remedy = f"Set device_ids={fewer}, launch.share_gpus=true or launch.wait_minutes=30"
-    raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. {remedy}.", *devices.notes]))
+    remedy = "Ask for fewer, or set device_ids=cpu, launch.share_gpus=true or launch.wait_minutes=30."
+    raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
 
 
 def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
@@ -146,12 +146,9 @@ def _devices(
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     """The GPUs of this node; none if torch is built for the CPU or the driver does not answer. nvml: for pynvml."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
-    if nvml is None:
-        if torch.version.cuda is None and torch.version.hip is None:
-            return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
-        import pynvml
-
-        nvml = pynvml
+    if nvml is None and torch.version.cuda is None and torch.version.hip is None:
+        return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
+    nvml = nvml or pynvml
     try:
         nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
     except nvml.NVMLError as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
@@ -191,7 +188,6 @@ def _read(nvml: Any, index: int) -> Gpu:
 
 
 def owner(pid: int) -> str:
-    """The name of the user who runs a process."""
     try:
         uid = Path(f"/proc/{pid}").stat().st_uid
     except OSError:  # in another container, or hidden by hidepid
@@ -217,25 +213,19 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
     """A line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
-    lines = []
-    for gpu in gpus.present:
-        cells = [f"GPU {gpu.index}", gpu.name]
-        if not math.isinf(gpu.total_memory):
-            cells.append(f"{gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free")
-        if gpu.users:
-            cells.append(f"used by {', '.join(gpu.users)}")
-        lines.append("  ".join([*cells, states.get(gpu, f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}")]))
-    return lines
+    hidden = f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}"
+    return [
+        f"GPU {gpu.index}  {gpu.name}  {gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free  "
+        f"used by {', '.join(gpu.users) or 'nobody'}  {states.get(gpu, hidden)}"
+        for gpu in gpus.present
+    ]
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it.
-
-    name: a GPU's UUID. Without one (Jetson, AMD), and elsewhere than on Linux, the lock keeps nobody out.
-    """
+    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it."""
     lock = socket.socket(socket.AF_UNIX)
     try:
-        if name and sys.platform == "linux":
+        if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
             lock.bind(LOCK_PREFIX + name)
     except OSError:  # EADDRINUSE
         lock.close()

@@ -93,28 +93,26 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
         with processes.stop_signals_end():
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
     store = serve_local_store()
-    arguments = [(run_fn, config, context, store.port) for context in contexts]
-    code, failure = processes.run_processes(_run_started_rank, arguments, store, config.launch.start_method)
+    arguments = [(run_fn, config, context, None, store.port) for context in contexts]
+    code, failure = processes.run_processes(_run_rank, arguments, store, config.launch.start_method)
     if failure is not None and code != processes.OUT_OF_MEMORY:
         log = run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent and log.exists():  # NCCL and CUDA write their reasons there before they abort
             # After the last " host=", which begins each start, and before faulthandler's stacks.
-            own = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
-            tail = own.partition("Fatal Python error")[0].splitlines()[1:][-15:]
+            text = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
+            tail = text.partition("Fatal Python error")[0].splitlines()[1:][-15:]
             failure = failure._replace(text="\n".join([f"{failure.text}; {log} ends with:", *tail]))
         print_failure(failure, contexts[failure.rank])
     return code
 
 
-def _run_started_rank(run_fn: RunFunction, config: Config, context: RankContext, port: int) -> int:
-    choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
-    timeout = timedelta(minutes=2 * config.launch.timeout_minutes)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    return _run_rank(run_fn, config, replace(context, store=store))
-
-
-def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None = None) -> int:
-    """Join the group, run and leave; return the rank's exit code. A failure is printed on `console` if it is given."""
+def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
+    """Run one rank and return its exit code. It prints its failure on `console`, or tells the launching process."""
+    # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
+    timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
+    if console is None:
+        choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
+        context = replace(context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
@@ -141,19 +139,17 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
             # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
             dist.set_debug_level_from_env()  # torch has read the environment when it was imported
-        # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
-        minutes = 2 * config.launch.timeout_minutes + config.launch.wait_minutes
         if context.world_size > 1:
             if console is not None:  # started by a launcher, perhaps on several nodes
                 _check_alike(config, context)
-            join_group(context, config.launch.backend, timedelta(minutes=minutes))
+            join_group(context, config.launch.backend, timeout)
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
         return fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return processes.STOPPED[0]
     except StopRun as stop:
-        code = stop.exit_code
+        code = stop.code
         if code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1:  # under a launcher
             return fail("out of memory: the same command continues, with smaller micro-batches", code)
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
@@ -217,7 +213,6 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:
         problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
-        remedy = f"Start {number} ranks, or name {num_ranks} devices."
-        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. {remedy}")
+        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. Make both numbers equal.")
     store.set(key, json.dumps(devices.names))
     return Node(devices, num_ranks, launched, store)

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -32,6 +32,7 @@ STOP_MESSAGE = "asked to stop: saving after this step (Ctrl-C again: at once)"
 # Exit codes of a rank.
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and has saved its work
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
+IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
 
 # Keys of the store that all ranks of one start share.
@@ -41,7 +42,6 @@ BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when 
 HANG = "hang/found"  # set by the first rank that finds a hang
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic")
 
 early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
 
@@ -63,7 +63,8 @@ def num_usable_cores() -> int:
 def start_fork_server() -> None:
     """Start the server that forks the ranks: it imports what is slow once, while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    names = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic"]
+    multiprocessing.set_forkserver_preload(names)
     with signals_blocked():
         forkserver.ensure_running()
 
@@ -79,8 +80,7 @@ def run_processes(
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
     processes = [context.Process(target=_main, args=(work, own)) for own in arguments]
     signals: list[int] = []
-    # Before the first rank starts, which would wait for others. What is ignored already (by nohup) stays so.
-    with _handled_by(signals.append, [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]):
+    with _stop_signals_call(signals.append):  # before the first rank starts, which would wait for others
         try:
             with signals_blocked():
                 for process in processes:
@@ -106,7 +106,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
     """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(_is_failure(process.exitcode) for process in processes) or signals.count(signal.SIGINT) > 1:
+        if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signals.count(signal.SIGINT) > 1:
             return
         if signals and not store.check([STOP]):
             if not store.check([READY]):
@@ -115,13 +115,9 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
             print(STOP_MESSAGE, file=sys.stderr)
 
 
-def _is_failure(code: int | None) -> bool:
-    return code not in (None, DONE, *STOPPED)
-
-
 def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
-    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
+    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     silent.sort(key=lambda each: each[1] != OUT_OF_MEMORY)  # first: meanwhile NCCL may abort the others
     if failed and not silent and store.check([FAILURE]):
@@ -166,8 +162,7 @@ def end_process(code: int) -> NoReturn:
 def die_with_parent(parent: int | None = None) -> None:
     """Let the system kill this process when its parent is gone, now if that is no more `parent` (Linux)."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
             os._exit(1)
 
@@ -190,24 +185,23 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-@contextmanager
-def stop_signals_end() -> Iterator[None]:
-    """Inside this context, SIGTERM and its like exit with 143. (Once training has begun, StopRequest handles them.)"""
+def stop_signals_end() -> AbstractContextManager[None]:
+    """Inside this context, stop signals exit with 130 or 143. (Once training has begun, StopRequest handles them.)"""
 
     def end(number: int) -> None:
         raise StopRun(128 + number)
 
-    with _handled_by(end, [n for n in STOP_SIGNALS if signal.getsignal(n) is signal.SIG_DFL]):
-        yield
+    return _stop_signals_call(end)
 
 
 @contextmanager
-def _handled_by(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for the others of these signals."""
+def _stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
+    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for other stop signals."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)
 
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -189,7 +189,7 @@ def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
         first, *table = refusal("auto:2", nvml, "0,1,3,4").splitlines()
         assert first == (
             "device_ids=auto:2: must find 2 GPUs that can be taken, and found 1 of 4. "
-            "Set device_ids=auto:1, launch.share_gpus=true or launch.wait_minutes=30."
+            "Ask for fewer, or set device_ids=cpu, launch.share_gpus=true or launch.wait_minutes=30."
         )
         assert states(table) == [
             "below launch.min_free_memory_gib=2",
@@ -200,7 +200,7 @@ def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
         ]
         assert names("auto:2", nvml, share_gpus=True) == ["cuda:1", "cuda:3"]
     assert names("auto:2", nvml) == ["cuda:1", "cuda:4"]
-    assert "found 0 of 0. Set device_ids=cpu, " in refusal("auto:2", SimulatedNvml())
+    assert "found 0 of 0. Ask for fewer, or set device_ids=cpu, " in refusal("auto:2", SimulatedNvml())
 
 
 @needs_linux

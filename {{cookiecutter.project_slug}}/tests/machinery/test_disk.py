@@ -40,7 +40,7 @@ def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(proje
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=1", "checkpoint.every_epochs=null", "training.epochs=9",
              "logging.tracker=tensorboard")  # fmt: skip
     output = project.run(*words, command=mounted("size=300k"), code=1)
-    assert "No space left on device" in output and "trying again in a second" in output
+    assert "No space left on device" in output
     assert "The last checkpoint is whole" in output and "Traceback" not in output
     folder = project.folder / "kept" / "run" / "checkpoints"
     saved = sorted(folder.glob("step_*.pt"))

@@ -102,9 +102,9 @@ def test_table_tells_memory_users_and_state_of_each_gpu() -> None:
     nvml.processes = {1: [os.getpid()]}
     gpus = find(nvml, "0,1")
     assert gpu_table(gpus, {gpus.present[0]: "free", gpus.present[1]: "-> cuda:1"}) == [
-        "GPU 0  Simulated 0  1.0 of 40.0 GiB free  free",
+        "GPU 0  Simulated 0  1.0 of 40.0 GiB free  used by nobody  free",
         f"GPU 1  Simulated 1  30.0 of 40.0 GiB free  used by {owner(os.getpid())}  -> cuda:1",
-        "GPU 2  Simulated 2  hidden by CUDA_VISIBLE_DEVICES=0,1",
+        "GPU 2  Simulated 2  inf of inf GiB free  used by nobody  hidden by CUDA_VISIBLE_DEVICES=0,1",
     ]
     assert gpu_table(find(SimulatedNvml()), {}) == []
 
