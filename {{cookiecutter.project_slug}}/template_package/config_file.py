@@ -26,7 +26,7 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The settings of the file, changed by the `key=value` words: nested dicts and lists of text and None."""
+    """Read the settings of the file, changed by the `key=value` words: nested dicts and lists of text and None."""
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The content of a YAML text, numbers and booleans left as text. ConfigError names the source and the line."""
+    """Read a YAML text, and leave numbers and booleans as text. ConfigError names the source and the line."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:

@@ -20,7 +20,7 @@ class StopRun(SystemExit):
 
 
 def one_line(value: object) -> str:
-    """The value as config.yaml would show it, on one line of at most 80 characters."""
+    """Show the value as config.yaml would, on one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = f"[{', '.join(map(one_line, value[:20]))}]" if isinstance(value, list) else str(value)

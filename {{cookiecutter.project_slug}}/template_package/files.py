@@ -13,7 +13,7 @@ RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another fo
 
 
 def run_directory(name: str) -> Path:
-    """runs/<name>, in the folder where the command is typed."""
+    """Return runs/<name>, in the folder where the command is typed."""
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 
@@ -38,6 +38,5 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def disk_failure(path: Path, error: OSError) -> FailureError:
-    """One line for a file of the run that the disk refuses."""
     remedy = "The last checkpoint is whole: mend the disk or make room, and the same command continues."
     return FailureError(f"cannot write {path}: {error.strerror or error}. {remedy}")

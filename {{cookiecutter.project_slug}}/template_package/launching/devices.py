@@ -68,13 +68,12 @@ def take_devices(
     if "cpu" in wanted:
         return Devices(["cpu"] * len(wanted), [])
     if not isinstance(wanted, str):
-        return _take_named([int(index) for index in wanted], launch, find_gpus(environment, nvml))
-    is_auto = wanted == "auto"
-    num_needed = (num_ranks or 1) if is_auto else int(wanted.removeprefix("auto:"))
+        return _take_named([int(index) for index in wanted], find_gpus(environment, nvml))
+    num_needed = (num_ranks or 1) if wanted == "auto" else int(wanted.removeprefix("auto:"))
     deadline, is_waiting = time.monotonic() + 60 * launch.wait_minutes, False
     while True:
         gpus = find_gpus(environment, nvml)
-        devices, num_free = _take_free(num_needed, is_auto and not num_ranks, launch, gpus)
+        devices, num_free = _take_free(num_needed, wanted == "auto" and not num_ranks, launch, gpus)
         if devices.names:
             return devices
         if time.monotonic() > deadline or len(gpus.visible) < num_needed:
@@ -84,14 +83,14 @@ def take_devices(
             print("\n".join([words, *devices.notes]), file=sys.stderr, flush=True)
             is_waiting = True
         time.sleep(POLL_SECONDS)
-    if is_auto and not num_free and not is_waiting:
+    if wanted == "auto" and not num_free and not is_waiting:
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
     remedy = "Ask for fewer, or set device_ids=cpu, launch.share_gpus=true or launch.wait_minutes=30."
     raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
 
 
-def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
+def _take_named(wanted: list[int], gpus: Gpus) -> Devices:
     visible = {gpu.index: gpu for gpu in gpus.visible}
     if missing := [index for index in wanted if index not in visible]:
         there = "this machine has" if gpus.mask is None else f"CUDA_VISIBLE_DEVICES={gpus.mask} leaves"
@@ -103,9 +102,7 @@ def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
         raise ConfigError(f"device_ids={one_line(wanted)}: {problems[0]}. Leave it out, or install an older torch.")
     with chooser_lock():
         locks = {gpu: take_lock(gpu.uuid) for gpu in dict.fromkeys(chosen)}
-    held = [gpu.index for gpu, lock in locks.items() if lock is None and not launch.share_gpus]
-    devices = _devices(gpus, chosen, locks, dict.fromkeys(gpus.visible, "not asked for"))
-    return devices._replace(notes=[f"warning: GPU {index}: another run uses it too" for index in held] + devices.notes)
+    return _devices(gpus, chosen, locks, dict.fromkeys(gpus.visible, "not asked for"))
 
 
 def _take_free(number: int, takes_all: bool, launch: LaunchConfig, gpus: Gpus) -> tuple[Devices, int]:
@@ -122,7 +119,7 @@ def _take_free(number: int, takes_all: bool, launch: LaunchConfig, gpus: Gpus) -
 
 
 def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
-    """The word "free", or the reason why `auto` leaves the GPU out."""
+    """Return "free", or the reason why `auto` leaves the GPU out."""
     if gpu.problem:
         return gpu.problem
     if gpu.free_memory < launch.min_free_memory_gib * GIB:
@@ -138,13 +135,14 @@ def _devices(
     gpus: Gpus, chosen: list[Gpu], locks: Mapping[Gpu, socket.socket | None], states: Mapping[Gpu, str]
 ) -> Devices:
     names = {gpu: f"cuda:{gpus.visible.index(gpu)}" for gpu in chosen}
-    table = gpu_table(gpus, {**states, **{gpu: f"-> {name}" for gpu, name in names.items()}})
+    taken = {gpu: f"-> {name}{'' if locks[gpu] else ', another run uses it too'}" for gpu, name in names.items()}
+    table = gpu_table(gpus, {**states, **taken})
     held = tuple(lock for lock in locks.values() if lock is not None)
     return Devices([names[gpu] for gpu in chosen], [*filter(None, [gpus.problem]), *table], held)
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """The GPUs of this node; none if torch is built for the CPU or the driver does not answer. nvml: for pynvml."""
+    """Find the GPUs of this node: none if torch is built for the CPU or the driver is silent. nvml: for pynvml."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
     if nvml is None and torch.version.cuda is None and torch.version.hip is None:
         return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
@@ -198,13 +196,12 @@ def owner(pid: int) -> str:
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """The GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
+    """Return the GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
             return [Gpu(0, uuid=entry, name="MIG device")]
-        is_uuid = entry.startswith("GPU-")
-        named = [gpu for gpu in gpus if str(gpu.index) == entry or (is_uuid and gpu.uuid.startswith(entry))]
+        named = [gpu for gpu in gpus if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))]
         if len(named) != 1:
             break
         visible += named
@@ -212,7 +209,7 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
-    """A line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
+    """Return a line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
     hidden = f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}"
     return [
         f"GPU {gpu.index}  {gpu.name}  {gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free  "
@@ -222,7 +219,7 @@ def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it."""
+    """Take a lock, held until it is closed or the process and its forks have ended. None if another has it."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out

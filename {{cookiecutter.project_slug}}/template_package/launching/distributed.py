@@ -38,8 +38,7 @@ class RankContext:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 alone prints and writes files."""
-        return self.rank == 0
+        return self.rank == 0  # it alone prints and writes files
 
     @contextmanager
     def local_rank_first(self, task: str) -> Iterator[None]:
@@ -66,7 +65,7 @@ def set_context(context: RankContext) -> None:
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """The place of this process, as the launcher has set it: rank `rank` of `world_size`."""
+    """Return the place of this process, as the launcher has set it: rank `rank` of `world_size`."""
     assert (rank, world_size) == (_context.rank, _context.world_size), "run_fn was not started by launch()"
     return _context
 
@@ -91,14 +90,14 @@ def leave_group() -> None:
 
 
 def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """`tensor`, reduced over all ranks in place."""
+    """Reduce `tensor` over all ranks in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, operation)
     return tensor
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
+    """Return rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -107,7 +106,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """Every rank's `value` in the order of ranks, on rank 0; None on the others."""
+    """Gather every rank's `value` in the order of ranks, on rank 0; None on the others."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -116,7 +115,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """The result of `function` on rank 0, on every rank. Its exception is raised on every rank too: none waits."""
+    """Call `function` on rank 0, and return its result on every rank. All ranks raise its exception too."""
     value, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -130,12 +129,12 @@ def from_main(function: Callable[[], Any]) -> Any:
 
 
 def pack(state: Any) -> bytes:
-    """Plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
+    """Write plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def unpack(content: bytes) -> Any:
-    """The values that pack() was given, with tensors on the CPU."""
+    """Read the values that pack() was given, with tensors on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

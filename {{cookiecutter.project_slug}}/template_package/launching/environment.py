@@ -41,7 +41,7 @@ class Launched(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
-    """The launcher that started this process as one of several ranks; None if this process starts them itself."""
+    """Tell which launcher started this process as one of several ranks; None if this process starts them itself."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
@@ -50,7 +50,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
-    """The place that a launcher gave this process, or None. ConfigError if the environment is half set."""
+    """Find the place that a launcher gave this process, or None. ConfigError if the environment is half set."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
@@ -58,9 +58,8 @@ def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launc
         rank, world_size, local_rank, num_tasks, port = read_numbers(environment, TORCHRUN)
         node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // num_tasks)
         address, attempt = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("TORCHELASTIC_RESTART_COUNT", 0)
-        is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = rank, world_size, local_rank, num_tasks, node_rank, address, port
-        return Launched(launcher, *place, int(attempt), is_served)
+        return Launched(launcher, *place, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if launcher == "srun":
         rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
         tasks: list[int] = []  # of each node, from "2(x3),1"
@@ -77,7 +76,7 @@ def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launc
 
 
 def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
-    """These variables as numbers. ConfigError if one is missing or no number."""
+    """Read these variables as numbers. ConfigError if one is missing or no number."""
     if wrong := [name for name in names if not environment.get(name, "").isdecimal()]:
         remedy = f"Unset {', '.join(names)} and type `python run.py`, or start with torchrun, which sets all."
         raise ConfigError(f"the environment is half set: no number in {', '.join(wrong)}. {remedy}")
@@ -85,7 +84,7 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 
 def port_for(job: str) -> int:
-    """A port that is the same on every rank of a job and most likely another one for other jobs."""
+    """Choose a port that is the same on every rank of a job and most likely another one for other jobs."""
     return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux gives to any process, 32768 on
 
 

@@ -40,8 +40,7 @@ class Node(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all nodes."""
-        return self.launched.world_size if self.launched else self.num_local_ranks
+        return self.launched.world_size if self.launched else self.num_local_ranks  # over all nodes
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
@@ -80,7 +79,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
 
 
 def serve_local_store() -> dist.TCPStore:
-    """A store for the processes of one machine, on a free port."""
+    """Open a store for the processes of one machine, on a free port."""
     # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
@@ -161,13 +160,13 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
 def print_failure(failure: processes.Failure, context: RankContext, console: TextIO | None = None) -> None:
     """Print on stderr the traceback, headed by rank, host and device; or the one line of a user's mistake."""
-    heading = f"rank {context.rank} ({socket.gethostname()}, {context.device}) failed:\n"
-    text = f"error: {failure.text}" if failure.exit_code == 2 else heading + failure.text
-    print(text, file=console or sys.stderr, flush=True)
+    place = f"rank {context.rank} ({socket.gethostname()}, {context.device})"
+    heading = "error: " if failure.exit_code == 2 else f"{place} failed:\n"
+    print(heading + failure.text, file=console or sys.stderr, flush=True)
 
 
 def _check_alike(config: Config, context: RankContext) -> None:
-    """ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
+    """Raise ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
@@ -199,8 +198,7 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
     timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
     is_server = launched.rank == 0 and not launched.is_store_served
-    port = launched.master_port
-    server = dist.TCPStore(address, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
+    server = dist.TCPStore(address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
     if launched.launcher == "srun" and "SLURM_GPUS_PER_TASK" in environment and "cpu" not in config.device_ids:

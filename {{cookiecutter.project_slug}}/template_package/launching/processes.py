@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    """Count the cores that this process may use: a scheduler may have given it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -72,7 +72,7 @@ def start_fork_server() -> None:
 def run_processes(
     work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: Store, start_method: str
 ) -> tuple[int, Failure | None]:
-    """The exit code of `work(*arguments[i])`, run in one process for each rank i, and the failure that ended them.
+    """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
     A stop signal goes through the store to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all die.
     """
@@ -116,7 +116,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
 
 
 def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
-    """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
+    """Find the first failure, if any. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     silent.sort(key=lambda each: each[1] != OUT_OF_MEMORY)  # first: meanwhile NCCL may abort the others
