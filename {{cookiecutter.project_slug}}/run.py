@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
     if sys.platform == "win32":  # signals, locks and sockets of Unix
         print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
-        return 2
+        sys.exit(2)
     try:
         from template_package.commands import parse_command_line, run_command
 
@@ -65,7 +65,6 @@ def main(arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
-    distributed = sys.modules.get("template_package.launching.distributed")
-    if distributed is not None and distributed.has_run_here:
-        distributed.end_process(exit_code)
-    sys.exit(exit_code)
+    from template_package.launching.processes import end_process
+
+    end_process(exit_code)

@@ -60,8 +60,7 @@ class _TextLoader(yaml.BaseLoader):
     """PyYAML's loader that leaves numbers and booleans as text, with null as None and a check for doubled keys."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        text = super().construct_scalar(node)
-        return _null(text, is_quoted=node.style is not None)
+        return _null(super().construct_scalar(node), is_quoted=node.style is not None)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -71,7 +70,7 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The settings of the file, changed by the `key=value` words: nested dicts and lists of text and None."""
+    """Read the settings of the file, changed by the `key=value` words: nested dicts and lists of text and None."""
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +98,7 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The content of a YAML text, numbers and booleans left as text. ConfigError names the source and the line."""
+    """Read a YAML text, and leave numbers and booleans as text. ConfigError names the source and the line."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:

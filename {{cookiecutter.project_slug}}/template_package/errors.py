@@ -16,13 +16,11 @@ class FailureError(ConfigError):
 class StopRun(SystemExit):
     """This package ends the run in good order. Any other SystemExit comes from somebody else's code."""
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
+    code: int
 
 
 def one_line(value: object) -> str:
-    """The value as config.yaml would show it, on one line of at most 80 characters."""
+    """Show the value as config.yaml would, on one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = f"[{', '.join(map(one_line, value[:20]))}]" if isinstance(value, list) else str(value)

@@ -1,9 +1,7 @@
 """Files of a run: where they lie, and how they are written so that a killed job leaves the old ones whole."""
 
 import json
-import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,43 +10,33 @@ from typing import Any
 from .errors import FailureError
 
 RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another folder than runs/
-logger = logging.getLogger(__name__)
 
 
 def run_directory(name: str) -> Path:
-    """runs/<name>, in the folder where the command is typed."""
+    """Return runs/<name>, in the folder where the command is typed."""
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as readable JSON, whole or not at all."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    # Words of the command line may be no text: JSON can hold half a character as \udcff.
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8", errors="backslashreplace"))
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, flush it to the disk and rename it; one retry, then a FailureError."""
+    """Let `write` fill a file beside `path`, flush it to the disk and rename it. FailureError if the disk refuses."""
     beside = path.with_name(f".{path.name}.tmp")
-    for is_retry in (False, True):
-        try:
-            write(beside)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            beside.replace(path)  # rename is atomic: a killed job leaves the old file whole
-            return
-        except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)  # a full disk would stay full
-            if is_retry:
-                raise disk_failure(path, error) from error
-            logger.warning("cannot write %s (%s): trying again in a second", path, error.strerror)
-            time.sleep(1.0)  # a network disk that stumbles, a full one that somebody clears
+    try:
+        write(beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)  # rename is atomic: a killed job leaves the old file whole
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)  # a full disk would stay full
+        raise disk_failure(path, error) from error
 
 
 def disk_failure(path: Path, error: OSError) -> FailureError:
-    """One line for a file of the run that the disk refuses."""
-    return FailureError(
-        f"cannot write {path}: {error.strerror or error}. The last checkpoint is whole: mend the disk or make "
-        "room, and the same command continues."
-    )
+    remedy = "The last checkpoint is whole: mend the disk or make room, and the same command continues."
+    return FailureError(f"cannot write {path}: {error.strerror or error}. {remedy}")

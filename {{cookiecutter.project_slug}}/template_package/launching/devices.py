@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pynvml
 import torch
 
 from ..config import LaunchConfig, parse_device_ids
@@ -57,44 +58,39 @@ class Devices(NamedTuple):
 
 
 def take_devices(
-    device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], *, is_cpu_enough: bool = False,
-    nvml: Any = None,
-) -> Devices:  # fmt: skip
-    """The devices of this node, after a wait if `launch` says so. ConfigError if they cannot be had.
+    device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], num_ranks: int = 0, nvml: Any = None
+) -> Devices:
+    """Take the devices of this node, after a wait if `launch` says so. ConfigError if they cannot be had.
 
-    is_cpu_enough: auto:N, as auto alone does, takes the CPU where no GPU at all can be taken. nvml: see find_gpus.
+    num_ranks: the ranks that a launcher has started here; `auto` takes so many devices. nvml: see find_gpus.
     """
     wanted = parse_device_ids(device_ids)
     if "cpu" in wanted:
         return Devices(["cpu"] * len(wanted), [])
     if not isinstance(wanted, str):
-        return _take_named([int(index) for index in wanted], launch, find_gpus(environment, nvml))
-    num_needed = 1 if wanted == "auto" else int(wanted.removeprefix("auto:"))
+        return _take_named([int(index) for index in wanted], find_gpus(environment, nvml))
+    num_needed = (num_ranks or 1) if wanted == "auto" else int(wanted.removeprefix("auto:"))
     deadline, is_waiting = time.monotonic() + 60 * launch.wait_minutes, False
     while True:
         gpus = find_gpus(environment, nvml)
-        chosen, locks, states = _lock_free_gpus(wanted, num_needed, gpus, launch)
-        if chosen:
-            return _devices(gpus, chosen, locks, states)
-        table = gpu_table(gpus, states)
+        devices, num_free = _take_free(num_needed, wanted == "auto" and not num_ranks, launch, gpus)
+        if devices.names:
+            return devices
         if time.monotonic() > deadline or len(gpus.visible) < num_needed:
             break
         if not is_waiting:
             words = f"device_ids={wanted}: waiting for {num_needed} GPUs (launch.wait_minutes={launch.wait_minutes:g})"
-            print("\n".join([words, *table]), file=sys.stderr, flush=True)
+            print("\n".join([words, *devices.notes]), file=sys.stderr, flush=True)
             is_waiting = True
         time.sleep(POLL_SECONDS)
-    num_free, notes = [*states.values()].count("free"), [*filter(None, [gpus.problem]), *table]
-    if (is_cpu_enough or wanted == "auto") and not num_free and not is_waiting:
-        return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *notes])
-    remedies = [f"device_ids=auto:{num_free}"] if num_free else ["device_ids=cpu"]
-    if len(gpus.visible) >= num_needed:
-        remedies += ["launch.share_gpus=true", "launch.wait_minutes=30"]
+    if wanted == "auto" and not num_free and not is_waiting:
+        return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
-    raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. Set {' or '.join(remedies)}.", *notes]))
+    remedy = "Ask for fewer, or set device_ids=cpu, launch.share_gpus=true or launch.wait_minutes=30."
+    raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
 
 
-def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
+def _take_named(wanted: list[int], gpus: Gpus) -> Devices:
     visible = {gpu.index: gpu for gpu in gpus.visible}
     if missing := [index for index in wanted if index not in visible]:
         there = "this machine has" if gpus.mask is None else f"CUDA_VISIBLE_DEVICES={gpus.mask} leaves"
@@ -106,72 +102,61 @@ def _take_named(wanted: list[int], launch: LaunchConfig, gpus: Gpus) -> Devices:
         raise ConfigError(f"device_ids={one_line(wanted)}: {problems[0]}. Leave it out, or install an older torch.")
     with chooser_lock():
         locks = {gpu: take_lock(gpu.uuid) for gpu in dict.fromkeys(chosen)}
-    held = [gpu.index for gpu, lock in locks.items() if lock is None and not launch.share_gpus]
-    devices = _devices(gpus, chosen, locks, dict.fromkeys(gpus.visible, "not asked for"))
-    return devices._replace(notes=[f"warning: GPU {index}: another run uses it too" for index in held] + devices.notes)
+    return _devices(gpus, chosen, locks, dict.fromkeys(gpus.visible, "not asked for"))
 
 
-def _lock_free_gpus(
-    wanted: str, num_needed: int, gpus: Gpus, launch: LaunchConfig
-) -> tuple[list[Gpu], dict[Gpu, socket.socket | None], dict[Gpu, str]]:
-    """The GPUs locked for this run, their locks, and the state of each visible GPU in words.
-
-    "auto" takes all that are free, "auto:N" the N with the most free memory, or none if there are fewer.
-    """
+def _take_free(number: int, takes_all: bool, launch: LaunchConfig, gpus: Gpus) -> tuple[Devices, int]:
+    """Lock the `number` free GPUs with the most memory, or all, or none if they are too few; tell how many are free."""
     with chooser_lock():
         locks = {gpu: take_lock(gpu.uuid) for gpu in gpus.visible}
-        states = {gpu: _obstacle(gpu, launch, is_locked=lock is None) or "free" for gpu, lock in locks.items()}
+        states = {gpu: _state(gpu, launch, is_locked=lock is None) for gpu, lock in locks.items()}
         free = sorted((gpu for gpu in gpus.visible if states[gpu] == "free"), key=lambda gpu: -gpu.free_memory)
-        chosen = [] if len(free) < num_needed else free if wanted == "auto" else free[:num_needed]
+        chosen = [] if len(free) < number else free if takes_all else free[:number]
         for gpu in set(locks).difference(chosen):
             if (lock := locks.pop(gpu)) is not None:
                 lock.close()
-    return sorted(chosen, key=gpus.visible.index), locks, states
+    return _devices(gpus, sorted(chosen, key=gpus.visible.index), locks, states), len(free)
 
 
-def _obstacle(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
-    """The reason why `auto` leaves the GPU out; empty if it does not."""
+def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
+    """Return "free", or the reason why `auto` leaves the GPU out."""
     if gpu.problem:
         return gpu.problem
     if gpu.free_memory < launch.min_free_memory_gib * GIB:
         return f"below launch.min_free_memory_gib={launch.min_free_memory_gib:g}"
     if launch.share_gpus:
-        return ""
+        return "free"
     if is_locked:
         return "another run uses it"
-    return "another user computes there" if {*gpu.users} - {user_name(os.geteuid())} else ""
+    return "another user computes there" if {*gpu.users} - {owner(os.getpid())} else "free"
 
 
 def _devices(
     gpus: Gpus, chosen: list[Gpu], locks: Mapping[Gpu, socket.socket | None], states: Mapping[Gpu, str]
 ) -> Devices:
     names = {gpu: f"cuda:{gpus.visible.index(gpu)}" for gpu in chosen}
-    table = gpu_table(gpus, {**states, **{gpu: f"-> {name}" for gpu, name in names.items()}})
+    taken = {gpu: f"-> {name}{'' if locks[gpu] else ', another run uses it too'}" for gpu, name in names.items()}
+    table = gpu_table(gpus, {**states, **taken})
     held = tuple(lock for lock in locks.values() if lock is not None)
     return Devices([names[gpu] for gpu in chosen], [*filter(None, [gpus.problem]), *table], held)
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """The GPUs of this node; none if torch is built for the CPU or the driver does not answer. nvml: for pynvml."""
+    """Find the GPUs of this node: none if torch is built for the CPU or the driver is silent. nvml: for pynvml."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
-    if nvml is None:
-        if torch.version.cuda is None and torch.version.hip is None:
-            return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
-        import pynvml
-
-        nvml = pynvml
+    if nvml is None and torch.version.cuda is None and torch.version.hip is None:
+        return Gpus([], [], mask, f"torch {torch.__version__} is built without CUDA")
+    nvml = nvml or pynvml
     try:
         nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
     except nvml.NVMLError as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
         gpus = [Gpu(index) for index in range(torch.cuda.device_count())]
         return Gpus(gpus, gpus, mask, f"NVML: {error}")
-    built = torch.version.cuda or ""
-    with suppress(nvml.NVMLError):
-        driver = nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-        if built and driver < int(built.partition(".")[0]):
-            problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
-            command = f"python -m pip install --force-reinstall torch --index-url {WHEELS.get(driver, 'URL')}"
-            raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or type: {command}")
+    built, driver = torch.version.cuda or "", nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
+    if built and driver < int(built.partition(".")[0]):
+        problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
+        command = f"python -m pip install --force-reinstall torch --index-url {WHEELS.get(driver, 'URL')}"
+        raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or type: {command}")
     present, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -187,44 +172,36 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
 def _read(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     gpu = Gpu(index, uuid=nvml.nvmlDeviceGetUUID(handle), name=nvml.nvmlDeviceGetName(handle))
-    with suppress(nvml.NVMLError):
+    with suppress(nvml.NVMLError):  # not every GPU and driver answers every question: the rest stays unknown
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         generations = getattr(torch._C, "_cuda_getArchFlags", str)() or ""  # `sm_75 sm_80 …`; CUDA is not started
         oldest = min((int(arch) for arch in re.findall(r"sm_(\d+)", generations)), default=0)
         if 10 * major + minor < oldest:
             gpu = replace(gpu, problem=f"compute capability {major}.{minor}, for which this torch has no kernels")
-    with suppress(nvml.NVMLError):  # not every GPU and driver answers every question
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         gpu = replace(gpu, free_memory=memory.free, total_memory=memory.total)
-    with suppress(nvml.NVMLError):
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        gpu = replace(gpu, users=tuple(sorted({_owner(process.pid) for process in processes})))
+        gpu = replace(gpu, users=tuple(sorted({owner(process.pid) for process in processes})))
     return gpu
 
 
-def _owner(pid: int) -> str:
+def owner(pid: int) -> str:
     try:
-        return user_name(Path(f"/proc/{pid}").stat().st_uid)
+        uid = Path(f"/proc/{pid}").stat().st_uid
     except OSError:  # in another container, or hidden by hidepid
         return "a process that cannot be seen"
-
-
-def user_name(uid: int) -> str:
-    """The user's name, or the number of a user without a name (usual in containers)."""
-    try:
+    with suppress(KeyError):  # a user without a name, usual in containers
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
+    return f"uid {uid}"
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """The GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
+    """Return the GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
             return [Gpu(0, uuid=entry, name="MIG device")]
-        is_uuid = entry.startswith("GPU-")
-        named = [gpu for gpu in gpus if str(gpu.index) == entry or (is_uuid and gpu.uuid.startswith(entry))]
+        named = [gpu for gpu in gpus if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))]
         if len(named) != 1:
             break
         visible += named
@@ -232,26 +209,20 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def gpu_table(gpus: Gpus, states: Mapping[Gpu, str]) -> list[str]:
-    """A line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
-    lines = []
-    for gpu in gpus.present:
-        cells = [f"GPU {gpu.index}", gpu.name]
-        if not math.isinf(gpu.total_memory):
-            cells.append(f"{gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free")
-        if gpu.users:
-            cells.append(f"used by {', '.join(gpu.users)}")
-        lines.append("  ".join([*cells, states.get(gpu, f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}")]))
-    return lines
+    """Return a line for each GPU of the machine: id, name, memory, users, and its state (`states`: of visible ones)."""
+    hidden = f"hidden by CUDA_VISIBLE_DEVICES={gpus.mask}"
+    return [
+        f"GPU {gpu.index}  {gpu.name}  {gpu.free_memory / GIB:.1f} of {gpu.total_memory / GIB:.1f} GiB free  "
+        f"used by {', '.join(gpu.users) or 'nobody'}  {states.get(gpu, hidden)}"
+        for gpu in gpus.present
+    ]
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """A lock, held until it is closed or the process and its forks have ended; None if another process holds it.
-
-    name: a GPU's UUID. Without one (Jetson, AMD), and elsewhere than on Linux, the lock keeps nobody out.
-    """
+    """Take a lock, held until it is closed or the process and its forks have ended. None if another has it."""
     lock = socket.socket(socket.AF_UNIX)
     try:
-        if name and sys.platform == "linux":
+        if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
             lock.bind(LOCK_PREFIX + name)
     except OSError:  # EADDRINUSE
         lock.close()
@@ -260,14 +231,9 @@ def take_lock(name: str) -> socket.socket | None:
 
 
 @contextmanager
-def chooser_lock(patience_seconds: float = 10.0) -> Iterator[None]:
-    """Let one process of the machine at a time into the body: of two runs that want all GPUs, one gets them.
-
-    After patience_seconds the body begins anyway: a process that was halted in it must not halt all others.
-    """
-    deadline = time.monotonic() + patience_seconds
-    while (lock := take_lock("chooser")) is None and time.monotonic() < deadline:
+def chooser_lock() -> Iterator[None]:
+    """Let one process of the machine at a time into the body: of two runs that want all GPUs, one gets them."""
+    while (lock := take_lock("chooser")) is None:
         time.sleep(0.01)
-    yield
-    if lock is not None:
-        lock.close()
+    with lock:
+        yield

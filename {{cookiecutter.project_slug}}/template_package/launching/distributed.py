@@ -5,13 +5,11 @@ With one rank there is no process group, and every function here does the obviou
 
 import gc
 import io
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +38,7 @@ class RankContext:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 alone prints and writes files."""
-        return self.rank == 0
+        return self.rank == 0  # it alone prints and writes files
 
     @contextmanager
     def local_rank_first(self, task: str) -> Iterator[None]:
@@ -57,26 +54,18 @@ class RankContext:
 
 
 _context = RankContext()
-has_run_here = False  # whether this process has been a rank: it then ends by end_process()
 
 
 def set_context(context: RankContext) -> None:
     """Store the place of this process, and set its device. The launcher calls it once, before run_fn."""
     if context.device.type == "cuda":
         torch.cuda.set_device(context.device)  # NCCL's collectives use the current one
-    global _context, has_run_here  # one process is one rank
-    _context, has_run_here = context, True
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process at once: gloo's threads abort about one interpreter exit in ten (torch 2.13)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    global _context  # noqa: PLW0603 - one process is one rank
+    _context = context
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """The place of this process, as the launcher has set it: rank `rank` of `world_size`."""
+    """Return the place of this process, as the launcher has set it: rank `rank` of `world_size`."""
     assert (rank, world_size) == (_context.rank, _context.world_size), "run_fn was not started by launch()"
     return _context
 
@@ -85,16 +74,12 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
     """Join the process group. One rank has none, unless its strategy needs one."""
     if dist.is_initialized():
         return
-    if backend == "nccl" or (backend == "auto" and context.device.type == "cuda"):
-        backend = "cpu:gloo,cuda:nccl"  # gloo carries objects, without a detour through GPU memory
+    is_nccl = backend == "nccl" or (backend == "auto" and context.device.type == "cuda")
     dist.init_process_group(
-        "gloo" if backend == "auto" else backend,
-        store=dist.PrefixStore("group", context.store),
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timeout,
-        device_id=context.device if "nccl" in backend else None,
-    )
+        "cpu:gloo,cuda:nccl" if is_nccl else "gloo",  # gloo carries objects, without a detour through GPU memory
+        store=dist.PrefixStore("group", context.store), rank=context.rank, world_size=context.world_size,
+        timeout=timeout, device_id=context.device if is_nccl else None,
+    )  # fmt: skip
 
 
 def leave_group() -> None:
@@ -105,14 +90,14 @@ def leave_group() -> None:
 
 
 def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """`tensor`, reduced over all ranks in place."""
+    """Reduce `tensor` over all ranks in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, operation)
     return tensor
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
+    """Return rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -121,7 +106,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """Every rank's `value` in the order of ranks, on rank 0; None on the others."""
+    """Gather every rank's `value` in the order of ranks, on rank 0; None on the others."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -130,26 +115,26 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """The result of `function` on rank 0, on every rank. Its exception is raised on every rank too: none waits."""
-    outcome: tuple[Any, Exception | None] = None, None
+    """Call `function` on rank 0, and return its result on every rank. All ranks raise its exception too."""
+    value, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            outcome = function(), None
+            value = function()
         except Exception as error:
-            outcome = None, error
-    value, problem = broadcast_object(outcome)
+            problem = error
+    value, problem = broadcast_object((value, problem))
     if problem is not None:
         raise problem
     return value
 
 
 def pack(state: Any) -> bytes:
-    """Plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
+    """Write plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def unpack(content: bytes) -> Any:
-    """The values that pack() was given, with tensors on the CPU."""
+    """Read the values that pack() was given, with tensors on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

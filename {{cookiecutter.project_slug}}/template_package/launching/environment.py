@@ -5,17 +5,15 @@ A launcher is torchrun and its like (deepspeed, accelerate launch) or SLURM's sr
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
@@ -25,8 +23,6 @@ if TYPE_CHECKING:  # run.py asks launcher_of() before anything slow is imported
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
-FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below Linux's ephemeral ports (32768 on), which any process may be given
-SIOCGIFADDR = 0x8915  # Linux: the address of an interface, see netdevice(7)
 
 
 class Launched(NamedTuple):
@@ -45,7 +41,7 @@ class Launched(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
-    """The launcher that started this process as one of several ranks; None if this process starts them itself."""
+    """Tell which launcher started this process as one of several ranks; None if this process starts them itself."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
@@ -54,58 +50,45 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
-    """The place that a launcher gave this process, or None. ConfigError if the environment is half set."""
+    """Find the place that a launcher gave this process, or None. ConfigError if the environment is half set."""
     launcher = launcher_of(environment)
-    if launcher == "horovodrun":
-        return import_module(".horovodrun", __package__).find(environment, launch)  # type: ignore[no-any-return]
-    if launcher is None:
-        return None
-    return _torchrun(environment) if launcher == "torchrun" else _srun(environment, launch)
-
-
-def _torchrun(environment: Mapping[str, str]) -> Launched:
-    if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
-        environment = {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], **environment}
-    rank, world_size, local_rank, local_world_size, port = read_numbers(environment, TORCHRUN)
-    node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // local_world_size)
-    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    is_served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    numbers = rank, world_size, local_rank, local_world_size, node_rank
-    return Launched("torchrun", *numbers, environment.get("MASTER_ADDR", "127.0.0.1"), port, attempt, is_served)
-
-
-def _srun(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
-    rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
-    tasks: list[int] = []  # of each node, from "2(x3),1"
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        tasks += [int(count)] * int(times or 1)
-    address = launch.master_addr
-    if len(tasks) > 1 and is_loopback(address):  # the first node's name need not be the name of a host
-        command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
-        nodes = subprocess.check_output(command, text=True, timeout=30)
-        address = re.findall(r"NodeAddr=(\S+)", nodes)[0]
-    port = launch.master_port or port_for(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}")
-    attempt = int(environment.get("SLURM_RESTART_COUNT", "0"))
-    return Launched("srun", rank, world_size, local_rank, tasks[node_rank], node_rank, address, port, attempt)
+    if launcher == "torchrun":
+        if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
+            environment = {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], **environment}
+        rank, world_size, local_rank, num_tasks, port = read_numbers(environment, TORCHRUN)
+        node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // num_tasks)
+        address, attempt = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("TORCHELASTIC_RESTART_COUNT", 0)
+        place = rank, world_size, local_rank, num_tasks, node_rank, address, port
+        return Launched(launcher, *place, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    if launcher == "srun":
+        rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
+        tasks: list[int] = []  # of each node, from "2(x3),1"
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
+            tasks += [int(count)] * int(times or 1)
+        address = launch.master_addr
+        if len(tasks) > 1 and is_loopback(address):  # the first node's name need not be the name of a host
+            command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
+            address = re.findall(r"NodeAddr=(\S+)", subprocess.check_output(command, text=True, timeout=30))[0]
+        port = launch.master_port or port_for(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}")
+        place = rank, world_size, local_rank, tasks[node_rank], node_rank, address, port
+        return Launched(launcher, *place, int(environment.get("SLURM_RESTART_COUNT", 0)))
+    return import_module(".horovodrun", __package__).find(environment, launch) if launcher else None
 
 
 def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
-    """These variables as numbers. ConfigError if one is missing or no number."""
-    wrong = [name for name in names if not re.fullmatch("[0-9]+", environment.get(name, ""))]
-    if wrong:
-        there = ", ".join(f"{name}={environment[name]}" for name in names if name in environment)
-        remedy = "Unset those and type `python run.py`, or start with torchrun, which sets all."
-        raise ConfigError(f"the environment is half set: {there}, but no number in {', '.join(wrong)}. {remedy}")
+    """Read these variables as numbers. ConfigError if one is missing or no number."""
+    if wrong := [name for name in names if not environment.get(name, "").isdecimal()]:
+        remedy = f"Unset {', '.join(names)} and type `python run.py`, or start with torchrun, which sets all."
+        raise ConfigError(f"the environment is half set: no number in {', '.join(wrong)}. {remedy}")
     return [int(environment[name]) for name in names]
 
 
-def port_for(job: str | None) -> int:
-    """A port that is the same on every rank of a job and most likely another one for other jobs."""
-    return FIRST_PORT + zlib.crc32(str(job).encode()) % NUM_PORTS
+def port_for(job: str) -> int:
+    """Choose a port that is the same on every rank of a job and most likely another one for other jobs."""
+    return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux gives to any process, 32768 on
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address reaches this machine only."""
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
@@ -116,22 +99,13 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
-    if sys.platform != "linux" and is_one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0")  # macOS
+    if is_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
-    addresses: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses[socket.inet_ntoa(answer[20:24])] = name
-    own = next((own for own in addresses if not is_loopback(own)), "")
-    for target in ("192.0.2.1", address):  # the first is for documentation, RFC 5737: its way is the default route
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):  # no way: gloo will say so
-            probe.connect((target, 9))  # sends nothing: the system only chooses the way
-            # Debian's /etc/hosts gives a host's own name a loopback address, which no other machine can reach.
-            if is_one_machine or not is_loopback(probe.getsockname()[0]):
-                own = probe.getsockname()[0]
-    if own in addresses:
-        os.environ["GLOO_SOCKET_IFNAME"] = addresses[own]
+    target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+    routes = [line.split() for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]]
+    masks = [(int(row[7], 16), row[0]) for row in routes if target & int(row[7], 16) == int(row[1], 16)]
+    # On node 0 Debian's /etc/hosts gives its own name a loopback address, to which no route but the default one leads.
+    if routes:
+        os.environ["GLOO_SOCKET_IFNAME"] = max(masks, key=lambda way: way[0].bit_count())[1] if masks else routes[0][0]

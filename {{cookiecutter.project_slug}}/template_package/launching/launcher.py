@@ -11,10 +11,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,14 @@ from ..config import Config, differing_keys, to_dict
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
 from . import processes
-from .devices import Devices, find_gpus, take_devices
+from .devices import Devices, take_devices
 from .distributed import RankContext, join_group, leave_group, set_context
 from .environment import Launched, choose_interface, find_launcher, is_loopback
 
 RunFunction = Callable[[int, int, Config], None]
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """This node's part of a run: the devices of its local ranks, and how the ranks come to be."""
 
     devices: Devices
@@ -41,8 +40,7 @@ class Node:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all nodes."""
-        return self.launched.world_size if self.launched else self.num_local_ranks
+        return self.launched.world_size if self.launched else self.num_local_ranks  # over all nodes
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
@@ -81,7 +79,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
 
 
 def serve_local_store() -> dist.TCPStore:
-    """A store for the processes of one machine, on a free port."""
+    """Open a store for the processes of one machine, on a free port."""
     # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
@@ -94,28 +92,26 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
         with processes.stop_signals_end():
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
     store = serve_local_store()
-    choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
-    arguments = [(run_fn, config, context, store.port) for context in contexts]
-    code, failure = processes.run_processes(_run_started_rank, arguments, store, config.launch.start_method)
+    arguments = [(run_fn, config, context, None, store.port) for context in contexts]
+    code, failure = processes.run_processes(_run_rank, arguments, store, config.launch.start_method)
     if failure is not None and code != processes.OUT_OF_MEMORY:
         log = run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent and log.exists():  # NCCL and CUDA write their reasons there before they abort
             # After the last " host=", which begins each start, and before faulthandler's stacks.
-            own = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
-            tail = own.partition("Fatal Python error")[0].splitlines()[1:][-15:]
+            text = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
+            tail = text.partition("Fatal Python error")[0].splitlines()[1:][-15:]
             failure = failure._replace(text="\n".join([f"{failure.text}; {log} ends with:", *tail]))
         print_failure(failure, contexts[failure.rank])
     return code
 
 
-def _run_started_rank(run_fn: RunFunction, config: Config, context: RankContext, port: int) -> int:
-    timeout = timedelta(minutes=2 * config.launch.timeout_minutes)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    return _run_rank(run_fn, config, replace(context, store=store))
-
-
-def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None = None) -> int:
-    """Join the group, run and leave; return the rank's exit code. A failure is printed on `console` if it is given."""
+def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
+    """Run one rank and return its exit code. It prints its failure on `console`, or tells the launching process."""
+    # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
+    timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
+    if console is None:
+        choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
+        context = replace(context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
 
@@ -142,19 +138,17 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
             # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
             dist.set_debug_level_from_env()  # torch has read the environment when it was imported
-        # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
-        minutes = 2 * config.launch.timeout_minutes + config.launch.wait_minutes
         if context.world_size > 1:
             if console is not None:  # started by a launcher, perhaps on several nodes
                 _check_alike(config, context)
-            join_group(context, config.launch.backend, timedelta(minutes=minutes))
+            join_group(context, config.launch.backend, timeout)
         run_fn(context.rank, context.world_size, config)
     except ConfigError as error:
         return fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return processes.STOPPED[0]
     except StopRun as stop:
-        code = stop.exit_code
+        code = stop.code
         if code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1:  # under a launcher
             return fail("out of memory: the same command continues, with smaller micro-batches", code)
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
@@ -166,13 +160,13 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
 def print_failure(failure: processes.Failure, context: RankContext, console: TextIO | None = None) -> None:
     """Print on stderr the traceback, headed by rank, host and device; or the one line of a user's mistake."""
-    heading = f"rank {context.rank} ({socket.gethostname()}, {context.device}) failed:\n"
-    text = f"error: {failure.text}" if failure.exit_code == 2 else heading + failure.text
-    print(text, file=console or sys.stderr, flush=True)
+    place = f"rank {context.rank} ({socket.gethostname()}, {context.device})"
+    heading = "error: " if failure.exit_code == 2 else f"{place} failed:\n"
+    print(heading + failure.text, file=console or sys.stderr, flush=True)
 
 
 def _check_alike(config: Config, context: RankContext) -> None:
-    """ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
+    """Raise ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
@@ -196,45 +190,27 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """This node as laid out by its launcher. Local rank 0 takes the devices for its neighbours."""
+    """Join the store of the launcher's ranks; local rank 0 takes the devices for its neighbours."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
-    address, port, num_ranks = launched.master_addr, launched.master_port, launched.local_world_size
-    choose_interface(config.launch.network_interface, address, is_one_machine=launched.world_size == num_ranks)
-    timeout = timedelta(minutes=config.launch.timeout_minutes + config.launch.wait_minutes)
-    is_served_here = launched.rank == 0 and not launched.is_store_served
-    server = dist.TCPStore(address, port, is_master=is_served_here, wait_for_workers=False, timeout=timeout)
+    address, options, num_ranks = launched.master_addr, config.launch, launched.local_world_size
+    choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
+    timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
+    is_server = launched.rank == 0 and not launched.is_store_served
+    server = dist.TCPStore(address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
-    devices = Devices([], [])
-    if launched.launcher == "srun" and "cpu" not in config.device_ids:
-        own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
-        store.set(f"{key}/{launched.local_rank}", own)
-        if {store.get(f"{key}/{rank}") for rank in range(num_ranks)} != {own.encode()}:  # --gpus-per-task
-            devices = take_devices("auto:1", config.launch, environment)
-            return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
-    if launched.local_rank == 0:
-        try:
-            devices = _take_for_ranks(num_ranks, config, launched, environment)
-        finally:
-            store.set(key, json.dumps(devices.names))
-    elif names := json.loads(store.get(key)):
-        devices = Devices(names, [])
-    else:
-        raise StopRun(2)  # local rank 0 says why it has found none
-    return Node(devices, num_ranks, launched, store)
-
-
-def _take_for_ranks(num_ranks: int, config: Config, launched: Launched, environment: Mapping[str, str]) -> Devices:
-    """One device for each rank that the launcher has started on this node."""
-    is_auto = config.device_ids == "auto"
-    # After a restart the killed ranks' memory and locks may take a moment to be free.
-    options = replace(config.launch, wait_minutes=max(config.launch.wait_minutes, 0.5 if launched.attempt else 0.0))
-    wanted = f"auto:{num_ranks}" if is_auto else config.device_ids
-    devices = take_devices(wanted, options, environment, is_cpu_enough=is_auto)
+    if launched.launcher == "srun" and "SLURM_GPUS_PER_TASK" in environment and "cpu" not in config.device_ids:
+        devices = take_devices("auto:1", options, environment)  # each rank sees its own GPU alone
+        return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
+    if launched.local_rank > 0:
+        return Node(Devices(json.loads(store.get(key)), []), num_ranks, launched, store)
+    if launched.attempt:  # the killed ranks' memory and locks may take a moment to be free
+        options = replace(options, wait_minutes=max(options.wait_minutes, 0.5))
+    devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:
         problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
-        remedy = f"Start {number} ranks, or name {num_ranks} devices."
-        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. {remedy}")
-    return devices
+        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. Make both numbers equal.")
+    store.set(key, json.dumps(devices.names))
+    return Node(devices, num_ranks, launched, store)

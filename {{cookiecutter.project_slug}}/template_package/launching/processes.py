@@ -10,13 +10,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ..errors import StopRun
 
@@ -32,6 +32,7 @@ STOP_MESSAGE = "asked to stop: saving after this step (Ctrl-C again: at once)"
 # Exit codes of a rank.
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and has saved its work
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
+IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
 
 # Keys of the store that all ranks of one start share.
@@ -41,9 +42,6 @@ BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when 
 HANG = "hang/found"  # set by the first rank that finds a hang
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-PASSED_ON = ("CUDA_DEVICE_ORDER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that all ranks get: children of a fork server have those of its start."""
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic")
 
 early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
 
@@ -58,14 +56,15 @@ class Failure(NamedTuple):
 
 
 def num_usable_cores() -> int:
-    """Cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    """Count the cores that this process may use: a scheduler may have given it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_fork_server() -> None:
     """Start the server that forks the ranks: it imports what is slow once, while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    names = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic"]
+    multiprocessing.set_forkserver_preload(names)
     with signals_blocked():
         forkserver.ensure_running()
 
@@ -73,17 +72,15 @@ def start_fork_server() -> None:
 def run_processes(
     work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: Store, start_method: str
 ) -> tuple[int, Failure | None]:
-    """The exit code of `work(*arguments[i])`, run in one process for each rank i, and the failure that ended them.
+    """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
     A stop signal goes through the store to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all die.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    processes = [context.Process(target=_main, args=(work, own, environment)) for own in arguments]
+    processes = [context.Process(target=_main, args=(work, own)) for own in arguments]
     signals: list[int] = []
-    # Before the first rank starts, which would wait for others. What is ignored already (by nohup) stays so.
-    with _handled_by(signals.append, [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]):
+    with _stop_signals_call(signals.append):  # before the first rank starts, which would wait for others
         try:
             with signals_blocked():
                 for process in processes:
@@ -109,7 +106,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
     """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(_is_failure(process.exitcode) for process in processes) or signals.count(signal.SIGINT) > 1:
+        if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signals.count(signal.SIGINT) > 1:
             return
         if signals and not store.check([STOP]):
             if not store.check([READY]):
@@ -118,13 +115,9 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
             print(STOP_MESSAGE, file=sys.stderr)
 
 
-def _is_failure(code: int | None) -> bool:
-    return code not in (None, DONE, *STOPPED)
-
-
 def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
-    """The first failure, if there is one. A killed rank comes first: the others have lost their connection to it."""
-    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and _is_failure(code)]
+    """Find the first failure, if any. A killed rank comes first: the others have lost their connection to it."""
+    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     silent.sort(key=lambda each: each[1] != OUT_OF_MEMORY)  # first: meanwhile NCCL may abort the others
     if failed and not silent and store.check([FAILURE]):
@@ -138,11 +131,8 @@ def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
     return None
 
 
-def _main(work: Callable[..., int], arguments: tuple[Any, ...], environment: Mapping[str, str]) -> None:
-    """The life of a started rank."""
-    from .distributed import end_process
-
-    os.environ.update(environment)
+def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
+    """Run a started rank: prepare its signals, do the work, end the process."""
     # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. Others may be for this rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -162,11 +152,17 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...], environment: Map
     end_process(work(*arguments) or DONE)
 
 
+def end_process(code: int) -> NoReturn:
+    """End this process at once: gloo's threads abort about one interpreter exit in ten (torch 2.13)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """Let the system kill this process when its parent is gone, now if that is no more `parent` (Linux)."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
             os._exit(1)
 
@@ -189,24 +185,23 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-@contextmanager
-def stop_signals_end() -> Iterator[None]:
-    """Inside this context, SIGTERM and its like exit with 143. (Once training has begun, StopRequest handles them.)"""
+def stop_signals_end() -> AbstractContextManager[None]:
+    """Inside this context, stop signals exit with 130 or 143. (Once training has begun, StopRequest handles them.)"""
 
     def end(number: int) -> None:
         raise StopRun(128 + number)
 
-    with _handled_by(end, [n for n in STOP_SIGNALS if signal.getsignal(n) is signal.SIG_DFL]):
-        yield
+    return _stop_signals_call(end)
 
 
 @contextmanager
-def _handled_by(handle: Callable[[int], None], numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for the others of these signals."""
+def _stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
+    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for other stop signals."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)
 
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

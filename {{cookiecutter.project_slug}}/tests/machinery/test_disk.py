@@ -40,7 +40,7 @@ def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(proje
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=1", "checkpoint.every_epochs=null", "training.epochs=9",
              "logging.tracker=tensorboard")  # fmt: skip
     output = project.run(*words, command=mounted("size=300k"), code=1)
-    assert "No space left on device" in output and "trying again in a second" in output
+    assert "No space left on device" in output
     assert "The last checkpoint is whole" in output and "Traceback" not in output
     folder = project.folder / "kept" / "run" / "checkpoints"
     saved = sorted(folder.glob("step_*.pt"))
@@ -104,7 +104,7 @@ def test_run_whose_disk_has_become_read_only_is_left_as_it_is_and_goes_on_later(
 def test_slow_disk_changes_nothing_and_one_slower_than_the_limit_is_told(project: Project) -> None:
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=2", "training.epochs=1")
     project.run("name=undisturbed", *words)
-    project.edit("files.py", SYNC, f"time.sleep(1.5), {SYNC}")
+    project.edit("files.py", SYNC, f"__import__('time').sleep(1.5), {SYNC}")
     project.run("name=slow", *words, "launch.timeout_minutes=0.2")
     assert project.lines("slow") == project.lines("undisturbed")
     project.edit("files.py", "sleep(1.5)", "sleep(600 * path.name.endswith('4.pt'))")

@@ -95,8 +95,8 @@ def test_place_of_a_rank_is_read_from_every_launcher() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, r"LOCAL_RANK=0, but no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
-        (TORCHRUN | {"RANK": "one"}, r"RANK=one, .*but no number in RANK\."),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, r"no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
+        (TORCHRUN | {"RANK": "one"}, r"no number in RANK\. Unset RANK, "),
         ({"SLURM_STEP_NUM_TASKS": "2"}, r"no number in SLURM_PROCID"),
     ],
 )
@@ -139,7 +139,7 @@ def test_list_that_is_not_the_launchers_number_of_ranks_is_refused(project: Proj
     process = project.start("device_ids=cpu,cpu,cpu", **rank(0, free_port()))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "names 3 devices, but torchrun started 2 ranks" in errors
-    assert "Start 3 ranks, or name 2 devices" in errors and "Traceback" not in errors
+    assert "Make both numbers equal" in errors and "Traceback" not in errors
 
 
 def test_rank_whose_neighbour_never_starts_fails_in_time(project: Project) -> None:

@@ -107,7 +107,7 @@ def run_benchmark(line: CommandLine) -> int:
             with stop_signals_end():
                 _run_rounds(rows, words, options.rounds, folder)
         except (KeyboardInterrupt, StopRun) as stop:
-            exit_code = getattr(stop, "exit_code", 128 + signal.SIGINT)
+            exit_code = getattr(stop, "code", 128 + signal.SIGINT)
             for row in rows:
                 row.reason = row.reason or ("" if row.runs else "interrupted before its turn")
         shutil.rmtree(folder / "run", ignore_errors=True)
@@ -167,7 +167,7 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
             output.write(f"error: no end within {LIMIT_SECONDS:g} s. Lower benchmark.steps.\n".encode())
         finally:
             process.terminate()  # torchrun ends its ranks then, which are not of this group
-            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            with suppress(subprocess.TimeoutExpired, StopRun):
                 process.wait(10.0)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start

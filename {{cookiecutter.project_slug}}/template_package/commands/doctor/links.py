@@ -14,10 +14,10 @@ from torch.multiprocessing import start_processes
 
 from ...config import LaunchConfig
 from ...launching.devices import GIB
-from ...launching.distributed import RankContext, end_process, join_group, leave_group, set_context
+from ...launching.distributed import RankContext, join_group, leave_group, set_context
 from ...launching.environment import choose_interface
 from ...launching.launcher import serve_local_store
-from ...launching.processes import die_with_parent
+from ...launching.processes import die_with_parent, end_process
 from .checks import describe
 
 NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
