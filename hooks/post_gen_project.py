@@ -50,6 +50,8 @@ ONLY_WITH = {
     "tracker": {
         "tensorboard": ["template_package/tracking/tensorboard.py"],
         "wandb": ["template_package/tracking/wandb.py"],
+        "mlflow": ["template_package/tracking/mlflow.py"],
+        "trackio": ["template_package/tracking/trackio.py"],
     },
 }
 """{question: {answer: paths}}: a project holds these files, folders and sections of config.yaml only with that answer.

@@ -24,15 +24,19 @@ FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
 LIBRARIES = set(
     """
-    absl absl-py accelerate annotated-types arrow attr attrs certifi charset-normalizer click cloudpickle contourpy
-    cookiecutter cpuinfo cruft cycler datasets dateutil deepspeed distro einops filelock fsspec functorch git gitdb
-    google grpc grpcio hjson horovod httpcore httpx huggingface-hub idna iniconfig jinja2 joblib kiwisolver
-    lightning lightning-utilities markdown markdown-it markupsafe matplotlib mpl-toolkits mpmath msgpack mypy
-    mypy-extensions narwhals networkx ninja numpy nvidia-ml-py opentelemetry packaging pandas pathspec peft pillow
-    pip platformdirs pluggy protobuf psutil py pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex
-    requests rich ruff safetensors scikit-learn scipy sentencepiece setuptools six sklearn sympy
-    tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm transformers triton
-    typer typing-extensions typing-inspection urllib3 wandb werkzeug wheel workload xxhash yaml
+    absl absl-py accelerate aiohttp aiosignal alembic annotated-types arrow attr attrs blinker brotli cachetools
+    certifi cffi charset-normalizer click cloudpickle contourpy cookiecutter cpuinfo cruft cryptography cycler
+    datasets dateutil deepspeed distro docker dotenv einops fastapi filelock flask frozenlist fsspec functorch
+    git gitdb google gradio-client graphene graphql grpc grpcio gunicorn hjson horovod httpcore httptools httpx
+    huey huggingface-hub idna importlib-metadata iniconfig itsdangerous jinja2 joblib kiwisolver lightning
+    lightning-utilities mako markdown markdown-it markupsafe matplotlib mlflow mpl-toolkits mpmath msgpack
+    multidict mypy mypy-extensions narwhals networkx ninja numpy nvidia-ml-py opentelemetry orjson packaging
+    pandas pathspec peft pillow pip platformdirs pluggy prettytable propcache protobuf psutil py pyarrow pyasn1
+    pycparser pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex requests rich ruff
+    safetensors scikit-learn scipy sentencepiece setuptools six sklearn skops sqlalchemy sqlparse starlette
+    sympy tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm trackio
+    transformers triton typer typing-extensions typing-inspection urllib3 uvicorn uvloop wandb watchfiles
+    wcwidth websockets werkzeug wheel workload xxhash yaml yarl zipp
     """.split()
 )
 FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())

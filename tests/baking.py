@@ -23,6 +23,8 @@ ONLY_WITH = {
     "doctor|benchmark": [("tools", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],
+    "mlflow": [("tracker", "mlflow")],
+    "trackio": [("tracker", "trackio")],
 }
 """{words in the name of a file: answers, one of which a project needs to hold the file}"""
 FOREIGN = ("DDP_TEMPLATE_", "CONDA_", "VIRTUAL_ENV", "PYTEST_", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")

@@ -25,7 +25,8 @@ COMBINED = [
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
     {"example": "text", "tools": "none", "extra_strategies": "all", "package_name": "z" * 40},
 ]
-LIBRARY_OF = {"tracker": {"tensorboard": "tensorboard", "wandb": "wandb"}, "example": {"image": "scikit-learn"}}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+LIBRARY_OF = {"tracker": dict(zip(TRACKERS, TRACKERS, strict=True)), "example": {"image": "scikit-learn"}}
 
 
 def named(answers: dict[str, str]) -> str:
@@ -118,7 +119,7 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
         encoding="utf-8",
         timeout=30,
     )
-    replies = ["My Net", "", "", "", "", "2", "cpu", "", "2", "3", "4", "3"]
+    replies = ["My Net", "", "", "", "", "2", "cpu", "", "2", "5", "4", "3"]
     visible = [key for key in QUESTIONS if not key.startswith("_")]
     assert len(replies) == len(visible)
     for key, reply in zip(visible, replies, strict=True):

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterable, Mapping
 
 OLDEST_PYTHON = (3, 11)
-TRACKERS = {"tensorboard", "wandb"}  # without its tracker's library, a run warns and writes metrics.jsonl only
+# Without its tracker's library, a run warns and writes metrics.jsonl only.
+TRACKERS = {"tensorboard", "wandb", "mlflow", "trackio"}
 PROBE = """
 import json, sys
 found = {}

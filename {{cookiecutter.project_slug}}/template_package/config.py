@@ -146,7 +146,7 @@ class CheckpointConfig:
 @dataclass
 class LoggingConfig:
     every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl
-    tracker: Text = "tensorboard"  # none, or a file of tracking/: metrics.jsonl is always written
+    tracker: list[Text] = field(default_factory=lambda: ["tensorboard"])  # none, or files of tracking/
     progress_bar: bool | Auto = "auto"  # auto: if a person watches
     profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # first and last step
 
@@ -185,14 +185,15 @@ class Config:
             if is_conflict:
                 section, _, name = key.rpartition(".")
                 value = getattr(getattr(self, section) if section else self, name)
-                raise ValueError(f"{key}={one_line(value)}: {rule}")
+                raise ValueError(f"{key}={one_line(value).strip('[]')}: {rule}")
 
 
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
     strategies = available_files("strategies", besides=("base", "library_environment", "zero"))
-    trackers = ["none", *available_files("tracking", besides=("logs", "confusion_matrix"))]
-    choices = (("strategy", config.strategy, strategies), ("logging.tracker", config.logging.tracker, trackers))
+    trackers = ["none", *available_files("tracking", besides=("logs", "media", "confusion_matrix"))]
+    choices = [("strategy", config.strategy, strategies)]
+    choices += [("logging.tracker", name, trackers) for name in config.logging.tracker]
     for key, name, names in choices:
         close = _close(name, names)
         remedy = f"Did you mean {key}={close}?" if close else "Others come with the template: copy their file."

@@ -1,6 +1,6 @@
-"""Figures of a run while it goes on: metrics.jsonl, the progress bar or console lines, and the tracker.
+"""Figures of a run while it goes on: metrics.jsonl, the progress bar or console lines, and the trackers.
 
-A tracker is a file of this folder with a class `Tracker`; logs.py writes the ranks' logs.
+A tracker is a file of this folder with a class `Tracker`; media.py writes pictures and texts, logs.py the ranks' logs.
 """
 
 import json
@@ -19,6 +19,7 @@ from ..config import Config, to_dict
 from ..files import disk_failure, write_whole
 from ..launching.distributed import RankContext
 from .logs import console
+from .media import MediaLog
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 logger = logging.getLogger(__name__)
@@ -31,9 +32,10 @@ class Tracking:
         self, directory: Path, config: Config, context: RankContext, *, step: int, is_evaluation_pending: bool,
         total_steps: int,
     ) -> None:  # fmt: skip
+        self._media = directory / "media" if context.is_main else None
         self._is_main, self._first_step, self._total_steps = context.is_main, step, total_steps
         self._started = time.perf_counter()
-        self._tracker: Any = None
+        self._trackers: dict[str, Any] = {}
         wanted = config.logging.progress_bar
         is_hidden = None if wanted == "auto" else not wanted  # None: unless the console is a terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
@@ -41,11 +43,11 @@ class Tracking:
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
         self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, **options)
         if context.is_main:
-            self._path, self._tracker_name = directory / "metrics.jsonl", config.logging.tracker
+            self._path = directory / "metrics.jsonl"
             _drop_repeated_lines(self._path, step, is_evaluation_pending)
             self._metrics = self._path.open("a", encoding="utf-8")
-            if self._tracker_name != "none":
-                self._try_tracker("start", directory, to_dict(config), step)
+            self._trackers = {name: None for name in config.logging.tracker if name != "none"}
+            self._call_trackers("start", directory, to_dict(config), step)
 
     def record(self, values: Mapping[str, Any], epoch_loss: float | None = None) -> None:
         """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it. epoch_loss: at an epoch's end."""
@@ -54,7 +56,7 @@ class Tracking:
         self._write(json.dumps(values) + "\n")
         split, step = values["split"], values["step"]
         scalars = {f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")}
-        self._try_tracker("record", step, scalars)
+        self._call_trackers("record", step, scalars)
         figures = ", ".join(f"{key} {value:.4g}" for key, value in values.items() if key not in NOT_SHOWN)
         if split != "train":
             logger.info("step %d: %s %s", step, split, figures)
@@ -70,8 +72,9 @@ class Tracking:
         else:
             self._bar.set_postfix_str(figures, refresh=False)
 
-    def log(self, step: int) -> Any:
-        return None
+    def log(self, step: int) -> MediaLog:
+        """The log for pictures and texts of this step, for functions of model.py."""
+        return MediaLog(step, self._media, self._call_trackers)
 
     def sync(self) -> None:
         """Bring all recorded lines to the disk: no checkpoint may be newer than the figures."""
@@ -83,10 +86,10 @@ class Tracking:
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """End the bar, the tracker and the file."""
+        """End the bar, the trackers and the file."""
         self._bar.close()
         if self._is_main:
-            self._try_tracker("close")
+            self._call_trackers("close")
             self._metrics.close()
 
     def _write(self, line: str, *, is_synced: bool = False) -> None:
@@ -98,20 +101,19 @@ class Tracking:
         except OSError as error:
             raise disk_failure(self._path, error) from error
 
-    def _try_tracker(self, action: str, *arguments: Any) -> None:
-        """Start or call the tracker. Its first failure is a warning and its end: metrics.jsonl has all figures."""
-        try:
-            if action == "start":
-                self._tracker = import_module(f".{self._tracker_name}", __package__).Tracker(*arguments)
-            elif self._tracker is not None:
-                getattr(self._tracker, action)(*arguments)
-        except Exception as error:
-            if str(error).startswith("DataLoader worker"):  # torch raises it wherever this process then is
-                raise
-            self._tracker = None
-            remedy = f" Try: pip install {self._tracker_name}." if isinstance(error, ImportError) else ""
-            words = "warning: logging.tracker=%s has failed (%s) and is left out; metrics.jsonl goes on.%s"
-            logger.warning(words, self._tracker_name, " ".join(str(error).split()), remedy)
+    def _call_trackers(self, action: str, *arguments: Any) -> None:
+        """Start or call each tracker. One that fails is left out with a warning: metrics.jsonl has all figures."""
+        for name in list(self._trackers):
+            try:
+                if action == "start":
+                    self._trackers[name] = import_module(f".{name}", __package__).Tracker(*arguments)
+                else:
+                    getattr(self._trackers[name], action)(*arguments)
+            except Exception as error:
+                del self._trackers[name]
+                remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""
+                words = "warning: logging.tracker=%s has failed (%s) and is left out; metrics.jsonl goes on.%s"
+                logger.warning(words, name, " ".join(str(error).split()), remedy)
 
 
 def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:

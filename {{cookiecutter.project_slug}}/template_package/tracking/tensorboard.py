@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker:
-    """Writes scalars. A resumed run hides the points of steps that come again."""
+    """Writes scalars, pictures and texts. A resumed run hides the points of steps that come again."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
@@ -18,3 +20,10 @@ class Tracker:
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
+
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Add a picture, or a text, which TensorBoard reads as Markdown."""
+        if path.suffix == ".txt":
+            self._writer.add_text(name, path.read_text(encoding="utf-8"), step)
+        else:
+            self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")

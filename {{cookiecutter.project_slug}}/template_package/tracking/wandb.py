@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class Tracker:
         if not id_file.exists():
             write_whole(id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8"))
         self._run = wandb.init(
-            project=wandb.setup().settings.project or directory.resolve().parents[1].name,  # WANDB_PROJECT, or ours
+            project=wandb.setup().settings.project or directory.absolute().parents[1].name,  # WANDB_PROJECT, or ours
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             name=directory.name,
@@ -32,6 +33,14 @@ class Tracker:
     def record(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to each curve."""
         self._run.log({"step": step, **scalars})
+
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Add a picture or a text."""
+        is_text = path.suffix == ".txt"
+        content = (
+            wandb.Html(f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>") if is_text else wandb.Image(str(path))
+        )
+        self._run.log({"step": step, name: content})
 
     def close(self) -> None:
         """Finish the run."""

@@ -207,7 +207,8 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
     ("words", "rule"),
     [
         ("logging.tracker=wand", "Did you mean logging.tracker=wandb?"),
-        ("logging.tracker=mlflow", "must be one of"),
+        ("logging.tracker=aim", "must be one of"),
+        ("logging.tracker=[tensorboard,wand]", "logging.tracker=tensorboard, wand: must be one of none, mlflow, "),
         ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),
         ("=3", "Write KEY=3"),
         ("optimizer.betas=0,${x}", "is not replaced"),
@@ -233,7 +234,9 @@ def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: 
     assert missing.startswith("error: strategy=horovod: must be one of ") and "template" in missing
     assert "own" in missing and "base" not in missing and "numerics" not in missing
     missing = project.run("logging.tracker=wandb", code=2)
-    assert "logging.tracker=wandb: must be one of none, tensorboard." in missing and "template" in missing
+    assert (
+        "logging.tracker=wandb: must be one of none, mlflow, tensorboard, trackio." in missing and "template" in missing
+    )
     project.run("strategy=own", "device_ids=cpu,cpu", "training.max_steps=1")
 
 

@@ -1,4 +1,4 @@
-"""The files and words of a run while it trains: metrics.jsonl, tracker, console, progress bar, the ranks' logs."""
+"""The files and words of a run while it trains: metrics.jsonl, trackers, media, console, the bar, ranks' logs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from template_package.config import load_config
 from template_package.errors import FailureError
@@ -70,13 +76,17 @@ def open_tracking(
 
 
 def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = "none", is_main: bool = True) -> None:
-    """Steps of a run, each with a line for training and, every second step, one for validation."""
+    """Steps of a run, each with a line for training and, every second step, one for validation; media at the end."""
+    directory.mkdir(parents=True, exist_ok=True)
     tracking = open_tracking(directory, resumed_step, 12, tracker=tracker, is_main=is_main)
     for step in range(resumed_step + 1, last_step + 1):
         tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1 / step, "samples_per_second": 10.0})
         if step % 2 == 0:
             tracking.record({"split": "validation", "step": step, "epoch": 1, "loss": 2 / step, "num_samples": 9})
         tracking.advance(step)
+    log = tracking.log(last_step)
+    log.image("samples/first", torch.full((3, 4, 5), 0.5))
+    log.text("words", "several\nlines")
     tracking.close()
 
 
@@ -173,11 +183,18 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
     assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 6
 
 
-def test_tracker_whose_folder_vanishes_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The package's warnings so far."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("template_package"), "handlers", [handler])
+    return found
+
+
+def test_tracker_whose_folder_vanishes_is_left_out(tmp_path: Path, warnings: list[str]) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(logging.getLogger("template_package"), "propagate", True)
     tracking = open_tracking(tmp_path, 0, 60, tracker="tensorboard")
     for step in range(1, 8):
         tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1.0, "samples_per_second": 1.0})
@@ -185,7 +202,7 @@ def test_tracker_whose_folder_vanishes_is_left_out(
             shutil.rmtree(tmp_path / "tensorboard")
     tracking.close()
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 7
-    assert caplog.text.count("logging.tracker=tensorboard has failed") == 1
+    assert ["logging.tracker=tensorboard has failed" in warning for warning in warnings] == [True]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
@@ -259,6 +276,196 @@ def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.C
         assert lines[2:4] == ["from another program", "written as C++ writes"]
         assert lines[4] == "Fatal Python error: Segmentation fault"
         assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def read_media(directory: Path) -> dict[str, Any]:
+    """{name of the file: pixels or text} of a run's media."""
+    return {
+        path.name: path.read_text(encoding="utf-8") if path.suffix == ".txt" else np.asarray(Image.open(path)).tolist()
+        for path in (directory / "media").iterdir()
+    }
+
+
+def test_pictures_of_each_kind_are_written_with_their_pixels(tmp_path: Path) -> None:
+    color = torch.arange(2 * 4 * 3, dtype=torch.uint8).reshape(2, 4, 3) * 10  # (H, W, 3)
+    grey = color[:, :, 0]
+    floats = (color / 255).permute(2, 0, 1).bfloat16()  # (C, H, W)
+    pictures = {
+        "color": color.numpy(),
+        "channels_first": color.permute(2, 0, 1),
+        "pil": Image.fromarray(color.numpy()),
+        "float": (color / 255).requires_grad_(),
+        "bfloat16": floats,
+        "grey": grey.numpy(),
+        "one_channel": grey[None],
+        "grey_float": (grey / 255).double().numpy(),
+        "too_bright": torch.tensor([[-3.0, 0.0], [1.0, 7.0]]),
+    }
+    tracking = open_tracking(tmp_path, 0, 200)
+    for name, picture in pictures.items():
+        tracking.log(120).image(f"a/{name}", picture)
+    tracking.close()
+    media = {name.removeprefix("step_00000120_a_"): pixels for name, pixels in read_media(tmp_path).items()}
+    assert media.keys() == {f"{name}.png" for name in pictures}
+    for name in ("color", "channels_first", "pil", "float"):
+        assert media[f"{name}.png"] == color.tolist(), name
+    for name in ("grey", "one_channel", "grey_float"):
+        assert media[f"{name}.png"] == grey.tolist(), name
+    assert media["too_bright.png"] == [[0, 0], [255, 255]]
+    error = np.abs(np.array(media["bfloat16.png"]) - color.numpy())
+    assert error.max() <= 1  # 8 bits of precision
+
+
+def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(tmp_path / "main", 0, 7, tracker="tensorboard")
+    picture, text = "step_00000007_samples_first.png", "step_00000007_words.txt"
+    expected = {picture: np.full((4, 5, 3), 128).tolist(), text: "several\nlines"}
+    assert read_media(tmp_path / "main") == expected
+    (tmp_path / "main" / "media" / text).write_text("of a step that comes again", encoding="utf-8")
+    track(tmp_path / "main", 4, 7, tracker="tensorboard")
+    assert read_media(tmp_path / "main") == expected
+    events = EventAccumulator(str(tmp_path / "main" / "tensorboard")).Reload()
+    (image,), tensors = events.Images("samples/first"), events.Tensors("words/text_summary")
+    assert (image.step, image.width, image.height) == (7, 5, 4)
+    assert {(event.step, *event.tensor_proto.string_val) for event in tensors} == {(7, b"several\nlines")}
+    track(tmp_path / "other", 0, 7, tracker="tensorboard", is_main=False)
+    assert [*(tmp_path / "other").iterdir()] == []
+
+
+def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    for is_main in (True, False):
+        tracking = open_tracking(tmp_path, 0, 9, is_main=is_main)
+        figure, _ = pyplot.subplots(figsize=(2, 1), dpi=50)
+        tracking.log(3).figure("curve", figure)
+        assert pyplot.get_fignums() == []
+        tracking.close()
+    assert [*read_media(tmp_path)] == ["step_00000003_curve.png"]
+    assert Image.open(tmp_path / "media" / "step_00000003_curve.png").size == (100, 50)
+
+
+def test_media_that_cannot_be_written_are_one_warning_each(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("template_package.files.time.sleep", lambda seconds: None)  # before a second attempt
+    tracking: Any = open_tracking(tmp_path, 0, 9)
+    log = tracking.log(1)
+    log.image("channels", torch.zeros(2, 3, 5))
+    log.image("integers", torch.zeros(4, 4, dtype=torch.int64))
+    log.image("no picture", "text")
+    log.figure("no figure", 3)
+    log.text("no text", 3)
+    log.text("long" * 99, "text")
+    log.image(7, torch.zeros(4, 4))
+    open_tracking(tmp_path, 0, 9, is_main=False).log(1).image("other rank", "text")
+    names = ["channels", "integers", "no picture", "no figure", "no text", "long" * 99, 7]
+    found = [message for message in warnings if message.startswith("warning: ")]
+    assert len(found) == len(names)
+    for name, message in zip(names, found, strict=True):
+        assert message.startswith(f"warning: log of {name!r} has failed: ") and "\n" not in message
+    log.text("good", "text")
+    tracking.close()
+    assert read_media(tmp_path) == {"step_00000001_good.txt": "text"}
+
+
+def test_tracker_that_fails_leaves_the_others_going(
+    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "template_package.tracking.wandb", raising=False)
+    track(tmp_path, 0, 4, tracker="wandb,tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    (warning,) = warnings
+    assert "logging.tracker=wandb has failed" in warning and warning.endswith("Try: pip install wandb.")
+
+
+def track_twice(directory: Path, tracker: str, **variables: str) -> None:
+    """In two processes: steps 1 to 7 of a run, which goes on after step 4 and ends with step 10."""
+    for words in (f"Path({str(directory)!r}), 0, 7", f"Path({str(directory)!r}), 4, 10"):
+        code = f"from pathlib import Path; from test_tracking import track; track({words}, tracker={tracker!r})"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command,
+            check=False,
+            env=environment(Path(__file__).parent) | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            cwd=directory.parents[1],
+        )
+        assert done.returncode == 0 and "has failed" not in done.stdout, done.stdout
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """project/runs/run"""
+    directory = tmp_path / "project" / "runs" / "run"
+    directory.parent.mkdir(parents=True)
+    return directory
+
+
+needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
+needs_trackio = pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
+needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+REPEATED = [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 10]  # these trackers cannot take points back
+
+
+@needs_mlflow
+def test_mlflow_keeps_one_run_in_a_database_among_the_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    track_twice(directory, "mlflow", MLFLOW_DISABLE_TELEMETRY="true")
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{directory.parent.as_posix()}/mlflow.db")
+    experiment = client.get_experiment_by_name("project")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["optimizer.betas"] == "[0.9, 0.999]" and run.data.params["seed"] == "42"
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in REPEATED]
+    folder = directory.parent / "mlartifacts" / run.info.run_id / "artifacts"
+    assert (folder / "media" / "step_00000010_words.txt").read_text(encoding="utf-8") == "several\nlines"
+    pictures = [path.name for path in (folder / "images").glob("*.png")]
+    assert len(pictures) == 2 and all(name.startswith("samples~first+step+") for name in pictures)
+    assert [path.name for path in directory.parents[1].iterdir()] == ["runs"]
+
+
+@needs_trackio
+def test_trackio_keeps_one_run_on_this_machine(directory: Path, tmp_path: Path) -> None:
+    track_twice(directory, "trackio", TRACKIO_DIR=str(tmp_path / "store"), HF_HUB_OFFLINE="1")
+    with sqlite3.connect(tmp_path / "store" / "project.db") as database:
+        rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    assert len({(run_id, name) for run_id, name, *_ in rows}) == 1 and rows[0][1] == "run"
+    points = [(step, json.loads(metrics)) for *_, step, metrics in rows]
+    losses = [(step, values["train/loss"]) for step, values in points if "train/loss" in values]
+    assert losses == [(step, 1 / step) for step in REPEATED]
+    pictures = [(step, values["samples/first"]["file_path"]) for step, values in points if "samples/first" in values]
+    assert [step for step, _ in pictures] == [7, 10]
+    assert all((tmp_path / "store" / "media" / path).is_file() for _, path in pictures)
+    assert [step for step, values in points if "words" in values] == [7, 10]
+
+
+@needs_wandb
+def test_wandb_keeps_one_run_offline(directory: Path) -> None:
+    track_twice(directory, "wandb", WANDB_MODE="offline")
+    parts = list((directory / "wandb").glob("offline-run-*"))
+    run_id = (directory / "wandb_id.txt").read_text(encoding="utf-8")
+    assert len(parts) == 2 and all(part.name.endswith(f"-{run_id}") for part in parts)
+    for part in parts:
+        media = part / "files" / "media"
+        assert len(list(media.glob("images/**/*.png"))) == 1
+        assert "several\nlines" in next(media.glob("html/*.html")).read_text(encoding="utf-8")
 
 
 def test_evaluation_that_is_still_due_at_the_end_reaches_the_tracker(tmp_path: Path) -> None:

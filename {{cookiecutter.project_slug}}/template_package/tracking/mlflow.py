@@ -1,0 +1,56 @@
+"""The tracker MLflow: a database among the runs, unless MLFLOW_TRACKING_URI names a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlflow
+
+from ..files import write_whole
+
+
+class Tracker:
+    """Logs to one run of MLflow, which the same command continues later. It is MLflow's active run on rank 0."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
+        runs = directory.absolute().parent
+        experiment = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or runs.parent.name
+        if not mlflow.is_tracking_uri_set():
+            mlflow.set_tracking_uri(f"sqlite:///{runs.as_posix()}/mlflow.db")  # MLflow 3 refuses folders of files
+            with suppress(mlflow.MlflowException):  # the experiment exists already
+                mlflow.create_experiment(experiment, artifact_location=(runs / "mlartifacts").as_uri())
+        mlflow.set_experiment(experiment)
+        id_file = directory / "mlflow_id.txt"
+        if id_file.exists():
+            mlflow.start_run(run_id=id_file.read_text(encoding="utf-8"))
+            return
+        run_id = mlflow.start_run(run_name=directory.name).info.run_id
+        write_whole(id_file, lambda beside: beside.write_text(run_id, encoding="utf-8"))
+        mlflow.log_params(dict(_flatten(config)))  # once: MLflow refuses other values for the same run
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Add one point to each curve."""
+        mlflow.log_metrics(scalars, step=step)
+
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Add a picture, which MLflow shows with a slider over the steps, or a text to the run's artifacts."""
+        if path.suffix == ".txt":
+            mlflow.log_artifact(str(path), "media")
+        else:
+            mlflow.log_image(mlflow.Image(str(path)), key=name, step=step)
+
+    def close(self) -> None:
+        """End the run."""
+        mlflow.end_run()
+
+
+def _flatten(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of the whole config."""
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

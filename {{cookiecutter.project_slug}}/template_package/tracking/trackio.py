@@ -1,0 +1,28 @@
+"""The tracker Trackio: files on this machine, for `trackio show`; TRACKIO_DIR names the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import trackio
+
+
+class Tracker:
+    """Logs to one run of Trackio, which a resumed run continues."""
+
+    def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
+        project = directory.absolute().parents[1].name
+        resume = "allow" if resumed_step else "never"  # a run of this name may be from a folder that was deleted
+        self._run = trackio.init(project=project, name=directory.name, config=config, resume=resume)
+        self.close = trackio.finish
+
+    def record(self, step: int, scalars: dict[str, float]) -> None:
+        """Add one point to each curve."""
+        self._run.log(scalars, step=step)
+
+    def show(self, step: int, name: str, path: Path) -> None:
+        """Add a picture, or a text, which Trackio reads as Markdown."""
+        is_text = path.suffix == ".txt"
+        content = trackio.Markdown(path.read_text(encoding="utf-8")) if is_text else trackio.Image(path)
+        self._run.log({name: content}, step=step)
