@@ -46,13 +46,20 @@ def find_runs(folder: Path) -> list[Path]:
 def write_report(directories: list[Path], path: Path) -> None:
     """Write the report of one run, or the comparison of several, to `path`."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters["show"] = lambda value: f"{value:.5g}" if isinstance(value, float) else one_line(value)
+    environment.filters["show"] = show
     environment.globals["sample_line"] = sample_line
     is_single, folder = len(directories) == 1, path.absolute().parent
     title = directories[0].name if is_single else f"{len(directories)} runs of {folder.name}"
     parts = describe_run(directories[0]) if is_single else compare_runs(directories)
     text = environment.get_template("page.html").render(title=title, curves=draw_all(directories), **parts)
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8", errors="backslashreplace"))
+
+
+def show(value: Any) -> str:
+    """A value as the page shows it."""
+    if isinstance(value, list):
+        return " ".join(map(show, value))
+    return f"{value:.5g}" if isinstance(value, float) else "–" if value is None else str(value)
 
 
 def describe_run(directory: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def draw_curves(title: str, curves: Mapping[int, Curve]) -> str:
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
         axes = figure.add_subplot(title=title, xlabel="step")
         axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         for style, (label, points) in curves.items():
             shown = points[:: max(1, len(points) // MAX_POINTS)]
