@@ -43,6 +43,8 @@ ONLY_WITH = {
         "all": [
             "template_package/commands/benchmark",
             "template_package/commands/doctor",
+            "template_package/commands/report",
+            "template_package/commands/sweep",
             "template_package/options_benchmark.py",
             "config.yaml:benchmark",
         ],

@@ -20,7 +20,7 @@ ONLY_WITH = {
     "deepspeed|/zero/": [("extra_strategies", "deepspeed")],
     "horovod": [("extra_strategies", "horovod")],
     "library_environment": [("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")],
-    "doctor|benchmark": [("tools", "all")],
+    "doctor|benchmark|commands/report|commands/sweep": [("tools", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],
     "mlflow": [("tracker", "mlflow")],

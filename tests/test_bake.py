@@ -26,7 +26,11 @@ COMBINED = [
     {"example": "text", "tools": "none", "extra_strategies": "all", "package_name": "z" * 40},
 ]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-LIBRARY_OF = {"tracker": dict(zip(TRACKERS, TRACKERS, strict=True)), "example": {"image": "scikit-learn"}}
+LIBRARY_OF = {
+    "tracker": dict(zip(TRACKERS, TRACKERS, strict=True)),
+    "example": {"image": "scikit-learn"},
+    "tools": {"all": "matplotlib"},
+}
 
 
 def named(answers: dict[str, str]) -> str:
@@ -41,7 +45,8 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     assert set(files) == expected_files(template, chosen)
 
     leftovers = re.compile(rb"template_package|template_only|cookiecutter\.\w|\{%|# only with ")
-    assert [name for name, content in files.items() if leftovers.search(content)] == []
+    page = f"{chosen['package_name']}/commands/report/page.html"  # the project renders it itself, with Jinja too
+    assert [name for name, content in files.items() if leftovers.search(content) and name != page] == []
     assert compileall.compile_dir(project, quiet=2)
 
     config = yaml.safe_load(files["config.yaml"])
@@ -71,7 +76,16 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     files = ".gitignore LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
     assert {path.name for path in project.iterdir()} == {*files.split(), "ddp_experiment", "scripts", "tests"}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
-    assert commands == {"__init__.py", "evaluate.py", "predict.py", "smoke.py", "benchmark", "doctor"}
+    assert commands == {
+        "__init__.py",
+        "evaluate.py",
+        "predict.py",
+        "smoke.py",
+        "benchmark",
+        "doctor",
+        "report",
+        "sweep",
+    }
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
     assert strategies == {"__init__.py", "base.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
