@@ -190,7 +190,7 @@ class Config:
 
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
-    strategies = available_files("strategies", besides=("base", "library_environment", "zero"))
+    strategies = available_files("strategies", besides=("base", "numerics", "state", "library_environment", "zero"))
     trackers = ["none", *available_files("tracking", besides=("logs", "media", "confusion_matrix"))]
     choices = [("strategy", config.strategy, strategies)]
     choices += [("logging.tracker", name, trackers) for name in config.logging.tracker]

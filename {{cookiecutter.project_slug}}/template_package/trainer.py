@@ -20,14 +20,14 @@ from .data.loader import TrainLoader, build_datasets
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.average import WeightAverage
 from .training.checkpoint import CheckpointFolder, collect_state, find_state, load_initial_weights, resume
 from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import begin_epochs, call_after_step, call_on_evaluation_end, figures_of, warn_of_close_names
-from .training.optimization import choose_optimizer, learning_rate, set_learning_rate
+from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
+from .training.schedule import learning_rate, set_learning_rate
 from .training.stopping import Interrupted, StopRequest, beat, hang_watch
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class Trainer:
         self.profiler = start_profiler(directory, self.context.rank, self.config.logging.profile_steps, progress.step)
         self.loader.start(progress.epoch, progress.position)
         self.clock.start(progress.num_samples_seen)
+        self.is_next_logged = progress.is_next_logged(self.config.logging.every_steps)
         return memory
 
     def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -136,13 +137,13 @@ class Trainer:
         peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, progress.step + 1, self.total_steps, progress.num_drops)
         set_learning_rate(strategy.optimizer, rate, peak)
-        is_logged, means = progress.is_next_logged(config.logging.every_steps), dict[str, Tensor]()
+        means: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, outputs = user_model.compute_loss(strategy.model, batch)
                 strategy.backward(loss, weight)
-            figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+            figures = figures_of(loss, outputs, batch) if self.is_next_logged else {"loss": loss.detach()}
             for name, value in figures.items():
                 part = weighted(value, weight)
                 means[name] = means[name] + part if name in means else part
@@ -166,6 +167,7 @@ class Trainer:
             self.log(means, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
         is_last = progress.step == self.total_steps
+        self.is_next_logged = progress.is_next_logged(config.logging.every_steps)
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
         if progress.is_due(config.checkpoint) or is_last:
             self.save()  # before the evaluation, which the next start repeats if it fails

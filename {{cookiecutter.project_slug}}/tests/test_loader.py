@@ -15,9 +15,10 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 
 from template_package.config import LoaderConfig
 from template_package.data import loader as loader_module
-from template_package.data.loader import EvaluationLoader, MicroBatch, TrainLoader, epoch_order
+from template_package.data.loader import MicroBatch, TrainLoader, epoch_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
+from template_package.training.evaluation import EvaluationLoader
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ import torch
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import Config
-from ..data.loader import EvaluationLoader
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import gather_objects, rank_context
 from ..strategies.base import Strategy
 from ..tracking.logs import rank_logs
 from ..training.checks import is_out_of_memory
+from ..training.evaluation import EvaluationLoader
 from ..training.stopping import beat, hang_watch
 from . import CommandLine
 from .evaluate import find_checkpoint, restore

@@ -190,32 +190,6 @@ class TrainLoader:
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces)
 
 
-class EvaluationLoader:
-    """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
-
-    def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str,
-        max_samples: int | None = None,
-    ) -> None:  # fmt: skip
-        num_all = check_dataset(dataset, name)
-        self.num_samples = min(num_all, max_samples or num_all)
-        # Evenly drawn if not all are wanted: the first ones may be of one class.
-        order = torch.arange(self.num_samples) * num_all // self.num_samples
-        self._share = cut_evenly(order.tolist(), context.world_size)[context.rank]
-        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
-            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size].tolist()
-        self._largest_share = -(-self.num_samples // context.world_size)
-        self._reader = BatchReader(dataset, config, context, seed=0)
-
-    def read(self, micro_batch_size: int, num_parts: int | None = None) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
-        requests, pieces = [], cut_evenly(self._share, -(-self._largest_share // micro_batch_size))
-        for piece in pieces if num_parts is None else cut_evenly(pieces[0], num_parts):
-            indices = piece or [0]
-            requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
-        return self._reader.read(requests)
-
-
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 

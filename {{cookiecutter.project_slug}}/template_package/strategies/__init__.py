@@ -5,7 +5,8 @@ from importlib import import_module
 from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .base import Strategy, settle_precision, weighted
+from .base import Strategy, weighted
+from .numerics import settle_precision
 
 __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 

@@ -1,28 +1,25 @@
 """Plain PyTorch on one device, and the methods that other strategies override."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
-from ..config import Config, TrainingConfig
+from ..config import TrainingConfig
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext
+from .numerics import checkpoint_activations, resolve_precision
+from .state import WHOLE, receive, set_optimizer_state
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
@@ -126,7 +123,7 @@ class Strategy:
         """Load a state of state_dict(), saved under any strategy. Rank 0 has it; the others have meta tensors in it."""
         self.set_weights(state["model"])
         if state["optimizer"]:
-            _set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
+            set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
@@ -142,7 +139,7 @@ class Strategy:
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Load such a state dict, which rank 0 has."""
         for name, tensor in self.module.state_dict().items():
-            tensor.copy_(_receive(weights[name], self.context, tensor))
+            tensor.copy_(receive(weights[name], self.context, tensor))
 
     def local_weights(self) -> list[Tensor]:
         """The parameters that this rank holds: all of them whole, or its parts."""
@@ -198,45 +195,6 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
 
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` as fp32, bf16 or fp16: bf16 where the GPU computes it itself, fp16 on older ones, fp32 on CPU."""
-    if precision != "auto":
-        return precision
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
-def settle_precision(config: Config, context: RankContext) -> Config:
-    """The config with `auto` resolved for all ranks together: by the least able of their devices."""
-    choices: tuple[Literal["fp32"], Literal["fp16"], Literal["bf16"]] = ("fp32", "fp16", "bf16")
-    own = min(choices.index(resolve_precision(config.training.precision, device)) for device in context.devices)
-    common = int(all_reduce(torch.tensor(own, device=context.device), dist.ReduceOp.MIN))
-    return replace(config, training=replace(config.training, precision=choices[common]))
-
-
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ModuleLists, ModuleDicts and Sequentials."""
-    for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            yield child
-        else:
-            yield from blocks(child)
-
-
-def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block keep only its inputs, and run again in backward (Chen et al. 2016, arXiv:1604.06174).
-
-    BatchNorm's running statistics then move twice a step. ConfigError if the model has no blocks.
-    """
-    found = list(blocks(model))
-    if not found:
-        problem = "the model has no nn.ModuleList, ModuleDict or Sequential of blocks to run again"
-        raise ConfigError(f"training.activation_checkpointing=true: {problem}. Put its layers in one, or set false.")
-    for block in found:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
 class ShowsModule(nn.Module):
     """A wrapper of the user's module, whose attributes and methods can be read as if there were no wrapper."""
 
@@ -245,34 +203,3 @@ class ShowsModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-@torch.no_grad()
-def _set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's state on every rank. torch's own function would make a step, which a user's step hooks count."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-
-    def receive(value: Any, like: Tensor | None = None) -> Any:
-        return tree_map(lambda part: _receive(part, context, like) if isinstance(part, Tensor) else part, value)
-
-    for group in (group for group in optimizer.param_groups if group["params"]):
-        is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
-        for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
-            options = {key: receive(value) for key, value in former.items() if key != "params"}
-            group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})
-        for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
-            for key, saved_value in saved["state"][names[parameter]].items():
-                value = receive(saved_value, parameter)
-                is_count = key == "step" and isinstance(value, Tensor) and not is_on_device
-                optimizer.state[parameter][key] = value.cpu() if is_count else value
-
-
-def _receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Rank 0's value, which the others know as meta, on the device; cut as `like` is, if that is a DTensor."""
-    whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
-    if context.world_size > 1:
-        dist.broadcast(whole := whole.contiguous(), src=0)
-    if isinstance(like, DTensor) and whole.dim() and whole.shape == like.shape:
-        # One whole tensor at a time; torch's own function fails on offloaded ones.
-        whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return whole

@@ -25,7 +25,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ..config import FsdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
-from .base import Strategy, blocks
+from .base import Strategy
+from .numerics import blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 logger = logging.getLogger(__name__)

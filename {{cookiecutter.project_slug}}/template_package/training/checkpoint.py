@@ -25,8 +25,7 @@ from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
-from .average import WeightAverage
-from .optimization import settings_kept
+from .optimization import WeightAverage, settings_kept
 from .progress import Progress
 
 FORMAT_VERSION = 1

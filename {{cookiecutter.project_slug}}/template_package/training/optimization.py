@@ -1,17 +1,18 @@
-"""The optimizer, and its learning rate as a function of the step. Strategies step it and clip gradients."""
+"""The optimizer, which strategies step, and an average of the weights over the steps."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .. import model as user_model
-from ..config import OptimizerConfig, ScheduleConfig
+from ..config import OptimizerConfig
 from ..errors import ConfigError
+from ..strategies.base import Strategy
 
 SET_BY_CONFIG = ("lr", "initial_lr", "weight_decay", "betas", "momentum")  # of a parameter group, by `optimizer:`
 
@@ -80,52 +81,55 @@ def settings_kept(optimizer: Optimizer) -> Iterator[None]:
         group.update(values)
 
 
-def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
-    """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
+class WeightAverage:
+    """The exponential moving average that torch.optim.swa_utils defines, used by evaluation and export.
 
-    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`. num_drops: how
-    often the metric has come to a plateau.
-
-    Linear warm-up reaches `peak` at step `warmup_steps`. The next step (step 1 without warm-up) has the peak too, and
-    from there the rate falls as torch's schedulers do: the floor would be reached one step after the last.
+    A rank averages the parts that it holds. Buffers, such as BatchNorm's statistics, are the model's own.
     """
-    if (of_user := getattr(user_model, "learning_rate", None)) is not None:
-        return peak * float(of_user(step, total_steps))
-    warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
-    if config.name == "one_cycle":
-        return _one_cycle(peak, step - 1, (warmup or 0.3 * total_steps) - 1, total_steps - 1)
-    if step <= warmup:
-        return peak * step / warmup
-    floor = config.min_learning_rate
-    progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
-    match config.name:
-        case "constant":
-            return peak
-        case "linear":
-            return peak + (floor - peak) * progress
-        case "cosine":
-            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        case "step":  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 is above 7, so round
-            num_drops = sum(step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones)
-            return max(floor, peak * config.decay_factor**num_drops)
-        case "plateau":
-            return max(floor, peak * config.decay_factor**num_drops)
 
+    def __init__(self, strategy: Strategy, decay: float) -> None:
+        self._strategy = strategy
+        self._weights = strategy.local_weights()  # they share memory with the model
+        self._average = [weight.clone() for weight in self._weights]
+        self._average_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.is_begun = False
 
-def _one_cycle(peak: float, index: int, peak_index: float, last_index: int) -> float:
-    """From a 25th of `peak` up to it and down to nearly 0: torch's OneCycleLR (Smith and Topin, arXiv:1708.07120)."""
-    if index <= peak_index:
-        start, end, progress = peak / 25, peak, index / max(peak_index, 1e-9)
-    else:
-        start, end, progress = peak, peak / 25e4, (index - peak_index) / max(last_index - peak_index, 1e-9)
-    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights of one step more. The first ones are the average."""
+        if self.is_begun:
+            self._average_fn(self._average, self._weights, 0)
+        else:
+            torch._foreach_copy_(self._average, self._weights)
+        self.is_begun = True
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside this context the model has the averaged weights."""
+        if not self.is_begun:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
 
-def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set every group's rate: `value`, times the ratio of the group's own initial rate to `peak` (the config's).
+    def get_weights(self) -> dict[str, Tensor]:
+        """The state dict of the averaged model on the CPU; all ranks call it, rank 0's is whole."""
+        with self.in_place():  # on the CPU the state dict shares memory with the model
+            return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 
-    So the groups of a user's build_optimizer() may have different rates, and each follows the schedule.
-    """
-    for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", group["lr"])  # saved with the optimizer, so it outlives a resume
-        group["lr"] = value if initial == peak or peak == 0 else value * initial / peak
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        """Load such a state dict, which rank 0 has."""
+        self.is_begun = True
+        with self.in_place():
+            self._strategy.set_weights(weights)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        self._strategy.drop_gathered()
+        for weight, average in zip(self._weights, self._average, strict=True):  # one by one: no third copy of all
+            former = weight.clone()
+            weight.copy_(average)
+            average.copy_(former)

@@ -13,11 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, M
 from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.training.optimization import (
-    build_optimizer,
-    learning_rate,
-    set_learning_rate,
-)
+from template_package.training.optimization import build_optimizer
+from template_package.training.schedule import learning_rate, set_learning_rate
 
 PEAK = 0.02
 

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
-from template_package.data.loader import EvaluationLoader, move
+from template_package.data.loader import move
 from template_package.launching.distributed import RankContext
+from template_package.training.evaluation import EvaluationLoader
 
 
 class Encoding(UserDict[str, Any]):

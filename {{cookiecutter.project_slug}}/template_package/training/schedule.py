@@ -1,0 +1,59 @@
+"""The learning rate as a function of the step."""
+
+import math
+
+from torch.optim import Optimizer
+
+from .. import model as user_model
+from ..config import ScheduleConfig
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
+    """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
+
+    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`. num_drops: how
+    often the metric has come to a plateau.
+
+    Linear warm-up reaches `peak` at step `warmup_steps`. The next step (step 1 without warm-up) has the peak too, and
+    from there the rate falls as torch's schedulers do: the floor would be reached one step after the last.
+    """
+    if (of_user := getattr(user_model, "learning_rate", None)) is not None:
+        return peak * float(of_user(step, total_steps))
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
+    if config.name == "one_cycle":
+        return _one_cycle(peak, step - 1, (warmup or 0.3 * total_steps) - 1, total_steps - 1)
+    if step <= warmup:
+        return peak * step / warmup
+    floor = config.min_learning_rate
+    progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
+    match config.name:
+        case "constant":
+            return peak
+        case "linear":
+            return peak + (floor - peak) * progress
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "step":  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 is above 7, so round
+            num_drops = sum(step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones)
+            return max(floor, peak * config.decay_factor**num_drops)
+        case "plateau":
+            return max(floor, peak * config.decay_factor**num_drops)
+
+
+def _one_cycle(peak: float, index: int, peak_index: float, last_index: int) -> float:
+    """From a 25th of `peak` up to it and down to nearly 0: torch's OneCycleLR (Smith and Topin, arXiv:1708.07120)."""
+    if index <= peak_index:
+        start, end, progress = peak / 25, peak, index / max(peak_index, 1e-9)
+    else:
+        start, end, progress = peak, peak / 25e4, (index - peak_index) / max(last_index - peak_index, 1e-9)
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
+    """Set every group's rate: `value`, times the ratio of the group's own initial rate to `peak` (the config's).
+
+    So the groups of a user's build_optimizer() may have different rates, and each follows the schedule.
+    """
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])  # saved with the optimizer, so it outlives a resume
+        group["lr"] = value if initial == peak or peak == 0 else value * initial / peak
