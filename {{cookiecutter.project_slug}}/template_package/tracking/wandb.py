@@ -36,11 +36,8 @@ class Tracker:
 
     def show(self, step: int, name: str, path: Path) -> None:
         """Add a picture or a text."""
-        is_text = path.suffix == ".txt"
-        content = (
-            wandb.Html(f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>") if is_text else wandb.Image(str(path))
-        )
-        self._run.log({"step": step, name: content})
+        text = f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>" if path.suffix == ".txt" else ""
+        self._run.log({"step": step, name: wandb.Html(text) if text else wandb.Image(str(path))})
 
     def close(self) -> None:
         """Finish the run."""
