@@ -76,16 +76,7 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     files = ".gitignore LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
     assert {path.name for path in project.iterdir()} == {*files.split(), "ddp_experiment", "scripts", "tests"}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
-    assert commands == {
-        "__init__.py",
-        "evaluate.py",
-        "predict.py",
-        "smoke.py",
-        "benchmark",
-        "doctor",
-        "report",
-        "sweep",
-    }
+    assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
     assert strategies == {"__init__.py", "base.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 

@@ -32,7 +32,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.addresses += [
+            value or "" for name, value in attrs if "src" in name or ("href" in name and (value or "")[:1] != "#")
+        ]
 
     def handle_data(self, data: str) -> None:
         self.text += f"{data} "
@@ -57,6 +59,7 @@ def make_run(folder: Path, name: str, *, seed: int, rate: float, loss: float) ->
     return directory
 
 
+@pytest.mark.timeout(600)  # seconds on idle cores
 def test_report_of_a_real_run_holds_its_numbers(project: Project) -> None:
     project.run("name=a", "training.epochs=2")
     project.run("name=b", "training.epochs=2", "seed=7")
@@ -100,16 +103,13 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     (directory / "config.yaml").write_text(yaml.safe_dump({**config, "data": {EVIL: EVIL}}), encoding="utf-8")
     (directory / "environment.json").write_text(json.dumps({EVIL: [EVIL]}), encoding="utf-8")
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write(
-            json.dumps({"split": "validation", "step": 3, "epoch": 1, EVIL: 1.0, "$\\frac{": 2.0, "実験": 3}) + "\n"
-        )
+        line = {"split": "validation", "step": 3, "epoch": 1, EVIL: 1.0, "$\\frac{": 2.0, "実験": 3}
+        file.write(json.dumps(line) + "\n")
     write_class_report(directory / "reports" / "validation_best", EVIL, [[1, 2], [0, 4]], [EVIL, "b"])
     (directory / "media").mkdir()
     for step in (1, 20, 300, 4000):
         (directory / "media" / f"step_{step:08d}_a_b.txt").write_text(f"{EVIL} number {step}", encoding="utf-8")
-    image = base64.b64decode(
-        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    )
+    image = b"\x89PNG: no test looks into it"
     (directory / "media" / "step_00000020_<i>.png").write_bytes(image)
     other = make_run(tmp_path, EVIL.replace("/", "_"), seed=2, rate=0.1, loss=0.6)
     write_report([directory], tmp_path / "one.html")
@@ -118,9 +118,7 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     page = Page(tmp_path / "one.html")
     assert "script" not in page.tags and "i" not in page.tags
     assert page.text.count(EVIL) >= 8 and "$\\frac{" in page.text and "実験" in unescape(page.source)
-    assert [f"number {step}" in page.text for step in (1, 20, 300, 4000)] == [False, True, True, True], (
-        "the newest three"
-    )
+    assert [step for step in (1, 20, 300, 4000) if f"number {step}" in page.text] == [20, 300, 4000], "the newest three"
     assert page.addresses == ["data:image/png;base64," + base64.b64encode(image).decode()]
     assert "script" not in Page(tmp_path / "two.html").tags
 
@@ -148,8 +146,11 @@ def test_run_that_has_barely_begun_has_a_report(tmp_path: Path) -> None:
 
 def test_means_are_over_runs_that_differ_in_their_seed_alone() -> None:
     results: list[tuple[dict[str, Any], float | None]] = [
-        ({"a": "1", "seed": "1"}, 0.5), ({"a": "1", "seed": "2"}, 0.7), ({"a": "2", "seed": "1"}, 0.9), ({"a": "3"}, None),
-    ]  # fmt: skip
+        ({"a": "1", "seed": "1"}, 0.5),
+        ({"a": "1", "seed": "2"}, 0.7),
+        ({"a": "2", "seed": "1"}, 0.9),
+        ({"a": "3"}, None),
+    ]
     worse, better = mean_over_seeds(results, "min")
     assert worse["settings"] == {"a": "1"} and worse["mean"] == pytest.approx(0.6)
     assert worse["std"] == pytest.approx(0.1 * 2**0.5) and worse["num_runs"] == 2

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package.commands.sweep.plan import read_sweep
+from template_package.commands import CommandLine
+from template_package.commands import sweep as commands_sweep
+from template_package.commands.sweep.plan import Sweep, read_sweep
 from template_package.errors import ConfigError
+from template_package.launching.devices import Gpu, Gpus
 
-from conftest import Project, children
+from conftest import ROOT, Project, children
 
 RATES, SEEDS = ("1e-2", "3e-2"), ("1", "2", "3")
 GRID = {"name": "s", "devices": "cpu", "grid": {"optimizer.learning_rate": [*RATES], "seed": [*SEEDS]}}
@@ -166,6 +169,35 @@ def test_mistake_is_one_line_before_anything_starts(project: Project, content: d
     output = project.run("sweep", write_sweep(project, content), code=2)
     assert output.startswith("error: ") and output.count("\n") == 1 and words in output, output
     assert not project.directory("s").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "devices", "expected"),
+    [
+        (6, None, (6, "auto:1")),
+        (6, "auto:2", (3, "auto:2")),
+        (7, "auto:2", (3, "auto:2")),
+        (6, "auto", (1, "auto")),
+        (6, [0, 2], (1, [0, 2])),
+        (0, None, (4, ["cpu"])),
+        (6, "cpu,cpu", (2, ["cpu", "cpu"])),
+        (6, "cpu,cpu,cpu,cpu,cpu", (1, ["cpu"] * 5)),
+    ],
+)
+def test_as_many_runs_at_once_as_the_machine_has_devices_for(
+    num_gpus: int, devices: Any, expected: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu(index) for index in range(num_gpus)]
+    monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: Gpus(gpus, gpus, None))
+    monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
+    line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
+    runner = commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {})))
+    config = runner.load_config(commands_sweep.Run("a", {"seed": "1"}))
+    assert (runner.num_slots, config.device_ids) == expected
+    assert config.launch.wait_minutes > 60 * 24, "a run waits for GPUs that others use"
+    assert commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, at_once=9)).num_slots == 9
+    with pytest.raises(ConfigError, match=f"there are {num_gpus} GPUs here"):
+        commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, devices="auto:8"))
 
 
 def test_sweep_takes_one_file(project: Project) -> None:

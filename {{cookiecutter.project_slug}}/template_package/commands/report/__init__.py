@@ -59,7 +59,7 @@ def show(value: Any) -> str:
     """A value as the page shows it."""
     if isinstance(value, list):
         return " ".join(map(show, value))
-    return f"{value:.5g}" if isinstance(value, float) else "–" if value is None else str(value)
+    return f"{value:.5g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def describe_run(directory: Path) -> dict[str, Any]:

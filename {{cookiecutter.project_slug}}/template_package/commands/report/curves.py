@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008, no yellow
 DASHES: tuple[tuple[int, ...], ...] = (
@@ -31,7 +32,7 @@ def draw_curves(title: str, curves: Mapping[int, Curve]) -> str:
         figure = Figure(figsize=(4.6, 2.9), layout="constrained")
         axes = figure.add_subplot(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         for style, (label, points) in curves.items():
             shown = points[:: max(1, len(points) // MAX_POINTS)]

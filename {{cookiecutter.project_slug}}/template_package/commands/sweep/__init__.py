@@ -71,17 +71,12 @@ class SweepRunner:
         self.words += line.overrides
         configs = [self.load_config(Run("run", each)) for each in sweep.list_settings() + sweep.list_bounds()]
         self.metric, self.mode = configs[0].evaluation.metric, configs[0].evaluation.mode
-        device_ids, self.cores, num_slots = (
-            configs[0].device_ids,
-            list[int](),
-            1,
-        )  # 1: for named GPUs, and all free ones
+        device_ids, self.cores = configs[0].device_ids, list[int]()
+        num_slots = 1  # with named GPUs, or all that are free
         if "cpu" in device_ids:
             num_slots = max(1, num_usable_cores() // len(device_ids))
             self.cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-        elif device_ids[:5] == "auto:":
-            num_slots = num_gpus // int(device_ids[5:])
-        if not num_slots:
+        elif device_ids[:5] == "auto:" and not (num_slots := num_gpus // int(device_ids[5:])):
             raise ConfigError(f"devices={device_ids}: there are {num_gpus} GPUs here. Write fewer, or devices: cpu.")
         self.num_slots = num_slots if sweep.at_once == "auto" else sweep.at_once
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
@@ -162,7 +157,8 @@ class SweepRunner:
         run.status, parent, script = "running", os.getpid(), Path(__file__).parents[3] / "run.py"
         self.write()
         size = max(1, len(self.cores) // self.num_slots)  # threads of two runs on one core would wait for each other
-        cores = [*self.cores[slot * size :], *self.cores][:size]
+        first = slot * size % max(1, len(self.cores))
+        cores = self.cores[first : first + size]
 
         def prepare() -> None:
             die_with_parent(parent)
@@ -194,9 +190,10 @@ class SweepRunner:
 
     def settle(self, run: Run, exit_code: int) -> None:
         """Note what became of a run."""
-        best = read_json(self.folder / run.name / "summary.json").get("best") or {}
+        summary = read_json(self.folder / run.name / "summary.json")
+        best = summary.get("best") or {}
         run.value, run.step = best.get(self.metric), best.get("step")
-        if exit_code == 0:
+        if exit_code == 0 and summary.get("status") == "complete":
             run.status = "complete"
         elif run.status != "pruned" and exit_code in STOPPED:
             run.status = "stopped"
