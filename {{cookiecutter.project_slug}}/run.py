@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # imports stand in the functions: the process that starts the
 
 def run_fn(rank: int, world_size: int, config: Config) -> None:
     """Train to the end of the run, as rank `rank` of `world_size`; its process group and device are set."""
+    from template_package.commands import write_report
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context
     from template_package.tracking.logs import rank_logs
@@ -29,6 +30,8 @@ def run_fn(rank: int, world_size: int, config: Config) -> None:
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     with rank_logs(directory, context):
         Trainer(config, context, directory).fit()
+        if context.is_main and config.logging.report:
+            write_report(directory)
 
 
 def main(arguments: list[str]) -> int:

@@ -147,6 +147,7 @@ class CheckpointConfig:
 class LoggingConfig:
     every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl
     tracker: list[Text] = field(default_factory=lambda: ["tensorboard"])  # none, or files of tracking/
+    report: bool = True  # at the end of a run, report.html; needs the command `report`
     progress_bar: bool | Auto = "auto"  # auto: if a person watches
     profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # first and last step
 

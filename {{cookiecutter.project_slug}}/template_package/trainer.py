@@ -252,6 +252,7 @@ class Trainer:
         status = "complete" if self.is_complete else "stopped"
         counts = {"steps": self.progress.step, "epochs": self.progress.epoch, "best": self.progress.best}
         summary = {"status": status, **counts, "micro_batch_size": self.loader.micro_batch_size, **times}
+        summary["seconds_waiting_for_data"] = self.loader.seconds_waited
         self.progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
         self.tracking.close()
         self.strategy.close()

@@ -38,7 +38,7 @@ schedule: {name: cosine, warmup_steps: 0, min_learning_rate: 0.0}
 training: {epochs: 3, global_batch_size: 16, micro_batch_size: auto, precision: auto}
 evaluation: {every_epochs: 1, metric: loss, mode: min, micro_batch_size: auto}
 checkpoint: {every_epochs: 1, keep_last: null}
-logging: {every_steps: 1, tracker: none}
+logging: {every_steps: 1, tracker: none, report: false}
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -114,6 +115,15 @@ def run_command(line: CommandLine) -> int:
     command: Any = import_module(f".{line.command}", __package__)
     code: int = command.main(line)
     return code
+
+
+def write_report(directory: Path) -> None:
+    """Write the run's report.html, if there is the command `report`. A failure is a warning."""
+    if "report" in available_commands():
+        try:
+            import_module(".report", __package__).write_report([directory], directory / "report.html")
+        except Exception as error:
+            logging.getLogger(__name__).warning("warning: no report.html (%s)", one_line(error))
 
 
 def _has_several_ranks(device_ids: Any) -> bool:

@@ -23,7 +23,7 @@ from ..config import Config, differing_keys, to_dict
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
 from . import processes
-from .devices import Devices, take_devices
+from .devices import Devices, find_gpus, take_devices
 from .distributed import RankContext, join_group, leave_group, set_context
 from .environment import Launched, choose_interface, find_launcher, is_loopback
 
@@ -201,9 +201,12 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     server = dist.TCPStore(address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
-    if launched.launcher == "srun" and "SLURM_GPUS_PER_TASK" in environment and "cpu" not in config.device_ids:
-        devices = take_devices("auto:1", options, environment)  # each rank sees its own GPU alone
-        return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
+    if launched.launcher == "srun" and "cpu" not in config.device_ids:
+        own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
+        store.set(f"{key}/{launched.local_rank}", own)
+        if {store.get(f"{key}/{rank}") for rank in range(num_ranks)} != {own.encode()}:  # --gpus-per-task, --gpu-bind
+            devices = take_devices("auto:1", options, environment)
+            return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
     if launched.local_rank > 0:
         return Node(Devices(json.loads(store.get(key)), []), num_ranks, launched, store)
     if launched.attempt:  # the killed ranks' memory and locks may take a moment to be free

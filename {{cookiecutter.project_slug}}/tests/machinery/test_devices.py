@@ -332,13 +332,14 @@ def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.Monk
     """Imitates `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of its neighbours."""
     store, nvml, config = dist.HashStore(), SimulatedNvml(9, 9), load_config(ROOT / "config.yaml")
     monkeypatch.setattr(module, "find_gpus", lambda environment, _: find_gpus(environment, nvml))
+    monkeypatch.setattr(launcher, "find_gpus", lambda environment: find_gpus(environment, nvml))
     monkeypatch.setattr(launcher.processes, "die_with_parent", lambda: None)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
     nodes: dict[int, launcher.Node] = {}
 
     def join(rank: int) -> None:
         place = Launched("srun", rank, 2, rank, 2, 0, "127.0.0.1", 29500)
-        nodes[rank] = launcher._join(config, place, {"CUDA_VISIBLE_DEVICES": str(rank), "SLURM_GPUS_PER_TASK": "1"})
+        nodes[rank] = launcher._join(config, place, {"CUDA_VISIBLE_DEVICES": str(rank)})
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
