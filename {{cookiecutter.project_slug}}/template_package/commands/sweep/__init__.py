@@ -105,8 +105,10 @@ class SweepRunner:
         former = next((run for run in self.former if run.items() >= entry.items()), None)
         if former is not None:
             self.former.remove(former)
-        values = "-".join(f"{key.rpartition('.')[2]}-{value[:8]}" for key, value in settings.items())
-        name = re.sub("[^A-Za-z0-9._-]", "_", f"{number:02d}-{values}")[:80]
+        parts = [f"{number:02d}"]
+        for key, value in settings.items():
+            parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", value).strip("_")[:8]]
+        name = "-".join(parts)[:80]
         self.runs.append(Run(former["name"] if former else name, settings, trial))
         return self.runs[-1]
 
@@ -133,6 +135,7 @@ class SweepRunner:
                         if process.poll() is not None:
                             del self.running[slot]
                             self.settle(run, process.returncode)
+                            bars[slot].set_description_str("")
         except (KeyboardInterrupt, StopRun) as stop:
             tqdm.write("asked to stop: each run saves after its step (Ctrl-C again: at once)")
             self.stop_all()
