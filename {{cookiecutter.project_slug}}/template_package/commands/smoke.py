@@ -25,7 +25,8 @@ SMALL = f"""
     evaluation.every_steps={SAVED_STEP} evaluation.every_epochs=null evaluation.split=validation
     evaluation.checkpoint=last
     checkpoint.every_steps={SAVED_STEP} checkpoint.every_epochs=null checkpoint.keep_last=null checkpoint.resume=auto
-    logging.every_steps=1 logging.tracker=none logging.report=false logging.progress_bar=false logging.profile_steps=null
+    logging.every_steps=1 logging.tracker=none logging.report=false
+    logging.progress_bar=false logging.profile_steps=null
 """
 TIMEOUT_SECONDS = 300.0
 RELATIVE_TOLERANCE = 1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order

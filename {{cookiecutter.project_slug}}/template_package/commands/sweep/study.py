@@ -17,7 +17,8 @@ class Study:
         except ImportError:
             raise ConfigError("search.method=optuna: optuna is missing. Type: python -m pip install optuna") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._search, direction = optuna, search, f"{mode}imize"
+        direction: Any = f"{mode}imize"
+        self._optuna, self._search = optuna, search
         storage = f"sqlite:///{folder.absolute()}/study.db"
         self._study = optuna.create_study(storage=storage, direction=direction, study_name="s", load_if_exists=True)
         seed += len(self._study.trials)  # or a second start would draw the trials of the first again
