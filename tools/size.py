@@ -3,7 +3,8 @@
 The limit is the budget, or the size that was reached on the way there: it may only be lowered.
 
 A line is a line of a .py file, as `wc -l` counts it; a module is a file of the project's package. Some numbers come
-from a real run on two CPU ranks of a project without tools: SPY logs every call of a function of the project in every process of the run.
+from a real run on two CPU ranks of a project without tools: SPY logs every call of a function of the project in every
+process of the run.
 """
 
 from __future__ import annotations
