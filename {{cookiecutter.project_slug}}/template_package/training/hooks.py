@@ -74,7 +74,8 @@ def warn_of_close_names(*datasets: Any) -> None:
     for module in (user_model, user_data):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         if module is user_data:
-            names += [name for dataset in datasets for name in getattr(dataset, "__dict__", ()) if name.startswith(("sample_", "label_"))]
+            attributes = [name for dataset in datasets for name in getattr(dataset, "__dict__", ())]
+            names += [name for name in attributes if name.startswith(("sample_", "label_"))]
         source = inspect.getsource(module)
         for name in dict.fromkeys(names):
             is_used = re.search(rf"(?<!def )\b{name}\b(?!\s*[:=][^=])", source)
