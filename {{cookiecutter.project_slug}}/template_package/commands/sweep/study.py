@@ -17,16 +17,19 @@ class Study:
         except ImportError:
             raise ConfigError("search.method=optuna: optuna is missing. Type: python -m pip install optuna") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._search, direction = optuna, search, f"{mode}imize"
-        storage = f"sqlite:///{folder.absolute()}/study.db"
+        self._optuna, self._search, storage = optuna, search, f"sqlite:///{folder.absolute()}/study.db"
+        direction = optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
         self._study = optuna.create_study(storage=storage, direction=direction, study_name="s", load_if_exists=True)
         seed += len(self._study.trials)  # or a second start would draw the trials of the first again
         self._study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # for several trials at once
 
-    def list_trials(self) -> list[tuple[int, dict[str, str], bool]]:
-        """(number, settings, whether it was pruned) of all trials so far."""
-        pruned = self._optuna.trial.TrialState.PRUNED
-        return [(trial.number, as_words(trial.params), trial.state == pruned) for trial in self._study.trials]
+    def list_trials(self) -> list[tuple[int, dict[str, str], str]]:
+        """(number, settings, status as a run has it) of all trials so far."""
+        states = {"RUNNING": "waiting", "PRUNED": "pruned"}
+        return [
+            (trial.number, as_words(trial.params), states.get(trial.state.name, "complete"))
+            for trial in self._study.trials
+        ]
 
     def ask(self) -> tuple[int, dict[str, str]] | None:
         """The number and settings of one more trial, or None if there are enough."""
