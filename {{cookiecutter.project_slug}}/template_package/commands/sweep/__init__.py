@@ -91,12 +91,13 @@ class SweepRunner:
             from .study import Study
 
             self.study = Study(self.folder, self.sweep.search, self.sweep.seed, self.mode)
-            for number, settings, is_pruned in self.study.list_trials():
-                self.add(settings, number).status = "pruned" if is_pruned else "waiting"
+            for number, settings, status in self.study.list_trials():
+                self.add(settings, number).status = status
         for run in self.runs:
             if read_json(self.folder / run.name / "summary.json").get("status") == "complete":
                 stored = yaml.safe_load((self.folder / run.name / "config.yaml").read_text(encoding="utf-8"))
-                if all(map(MAY_DIFFER.match, differing_keys(stored, to_dict(self.load_config(run))))):
+                changes = differing_keys(stored, to_dict(self.load_config(run)))
+                if run.status == "complete" or all(map(MAY_DIFFER.match, changes)):
                     self.settle(run, exit_code=0)
 
     def add(self, settings: dict[str, str], trial: int | None = None) -> Run:

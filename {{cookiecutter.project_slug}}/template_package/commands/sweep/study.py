@@ -24,10 +24,13 @@ class Study:
         seed += len(self._study.trials)  # or a second start would draw the trials of the first again
         self._study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # for several trials at once
 
-    def list_trials(self) -> list[tuple[int, dict[str, str], bool]]:
-        """(number, settings, whether it was pruned) of all trials so far."""
-        pruned = self._optuna.trial.TrialState.PRUNED
-        return [(trial.number, as_words(trial.params), trial.state == pruned) for trial in self._study.trials]
+    def list_trials(self) -> list[tuple[int, dict[str, str], str]]:
+        """(number, settings, status as a run has it) of all trials so far."""
+        states = {"RUNNING": "waiting", "PRUNED": "pruned"}
+        return [
+            (trial.number, as_words(trial.params), states.get(trial.state.name, "complete"))
+            for trial in self._study.trials
+        ]
 
     def ask(self) -> tuple[int, dict[str, str]] | None:
         """The number and settings of one more trial, or None if there are enough."""
