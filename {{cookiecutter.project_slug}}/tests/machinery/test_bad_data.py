@@ -62,8 +62,9 @@ def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Pr
     while not (metrics.exists() and metrics.read_text("utf-8")) and time.monotonic() < deadline:
         time.sleep(0.02)  # a step has been made
     time.sleep(0.3)
-    (worker,) = [pid for pid in children(process.pid) if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(worker, signal.SIGKILL)
+    workers = [pid for pid in children(process.pid) if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers) == 2, "one reads training samples, and one those of evaluations"
+    os.kill(min(workers), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and "is killed by signal" in errors and errors.count(") failed:\n") == 1
 
