@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import model as user_model
-from ..data.loader import MicroBatch, TrainLoader
-from ..data.random_state import generators_restored
+from ..data.loader import MicroBatch, TrainLoader, generators_restored
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce

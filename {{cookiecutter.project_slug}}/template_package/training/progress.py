@@ -90,7 +90,6 @@ class Progress:
         return f"{counts}, best {name} {value:.4f} at step {step}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as a part of a checkpoint."""
         counts = {key: getattr(self, key) for key in ("step", "epoch", "position", "best")}
         return {**counts, "early_stopping": {key: getattr(self, key) for key in EARLY_STOPPING}}
 
