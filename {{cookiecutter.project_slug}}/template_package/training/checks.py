@@ -162,10 +162,9 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
     for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
+            remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
             raise RuntimeError(
-                f"after step {step} {name!r} differs between ranks, which no longer train one model. A parameter: its "
-                "gradient was not averaged; compute_loss must call model(...), nothing else may change weights. A "
-                "buffer: each rank updates it from its own samples; synchronize it, or use training.sync_batchnorm."
+                f"after step {step} {name!r} differs between ranks, which train several models: {remedy}"
             )
 
 

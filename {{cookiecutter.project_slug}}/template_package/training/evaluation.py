@@ -120,12 +120,9 @@ class Evaluator:
             halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
         tolerance = 1e-3 if strategy.precision == "fp32" else 0.03  # 16 bits have two or three digits
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
-            words = (
-                "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves, so it depends on "
-                "the number of ranks. If it is a mean over tokens or class weights, say, define loss_weight(batch, "
-                "module) in model.py."
-            )
-            logger.warning(words, whole["loss"], halves)
+            words = "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves. %s"
+            remedy = "If it is a mean over tokens or class weights, say, define loss_weight(batch, module) in model.py."
+            logger.warning(words, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded: %s of build_metrics()", others)
         if metric not in whole:
@@ -177,11 +174,10 @@ class EvaluationLoader:
     """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
 
     def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str,
-        max_samples: int | None = None,
-    ) -> None:  # fmt: skip
+        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
+    ) -> None:
         num_all = check_dataset(dataset, name)
-        self.num_samples = min(num_all, max_samples or num_all)
+        self.num_samples = min(num_all, limit or num_all)
         # Evenly drawn if not all are wanted: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
         self._share = cut_evenly(order.tolist(), context.world_size)[context.rank]
