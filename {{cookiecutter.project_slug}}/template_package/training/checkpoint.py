@@ -115,9 +115,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class Found(NamedTuple):
-    """A state to continue from."""
-
-    state: dict[str, Any]
+    state: dict[str, Any]  # to continue from
     is_best: bool = False  # read from best.pt, as there is no checkpoint of a later step
     is_other_run: bool = False  # named by checkpoint.resume=PATH
 

@@ -163,9 +163,7 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
     for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
             remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
-            raise RuntimeError(
-                f"after step {step} {name!r} differs between ranks, which train several models: {remedy}"
-            )
+            raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
 
 
 def _checksum(tensor: Tensor) -> Tensor:

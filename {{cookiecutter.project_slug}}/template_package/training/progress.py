@@ -125,7 +125,6 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the body."""
         begun_at, paused_before = time.perf_counter(), self._paused_seconds
         yield
         self._paused_seconds = paused_before + time.perf_counter() - begun_at  # a pause inside it counts once
