@@ -24,7 +24,7 @@ def run_fn(rank: int, world_size: int, config: Config) -> None:
     from template_package.commands import write_report
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context
-    from template_package.tracking.logs import rank_logs
+    from template_package.tracking import rank_logs
     from template_package.trainer import Trainer
 
     context, directory = rank_context(rank, world_size), run_directory(config.name)

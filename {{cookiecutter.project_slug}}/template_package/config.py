@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from . import model as user_model
-from .config_file import OTHER_VALUES, our_word, read_settings
+from .config_file import OTHER_VALUES, available_files, our_word, read_settings
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
@@ -191,8 +191,8 @@ class Config:
 
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
-    strategies = available_files("strategies", besides=("base", "numerics", "state", "library_environment", "zero"))
-    trackers = ["none", *available_files("tracking", besides=("logs", "media", "confusion_matrix"))]
+    strategies = available_files("strategies", besides=("base", "common", "library_environment", "zero"))
+    trackers = ["none", *available_files("tracking")]
     choices = [("strategy", config.strategy, strategies)]
     choices += [("logging.tracker", name, trackers) for name in config.logging.tracker]
     for key, name, names in choices:
@@ -206,24 +206,15 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
     has_end = config.training.epochs or config.training.max_steps
     yield not has_end, "training.epochs", "needs an end of the run. Set training.max_steps or training.epochs."
-    is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
-    yield (
-        config.schedule.name == "plateau" and not is_evaluated,
-        "schedule.name",
-        "needs evaluations. Set evaluation.every_epochs=1.",
-    )
+    evaluation = config.evaluation
+    is_blind = config.schedule.name == "plateau" and not (evaluation.every_epochs or evaluation.every_steps)
+    yield is_blind, "schedule.name", "needs evaluations. Set evaluation.every_epochs=1."
 
 
 def _close(value: str, values: Sequence[str]) -> str | None:
     """The one of `values` that is meant: by the word that another tool has for it, or by its spelling."""
     meant = [ours for ours, others in OTHER_VALUES.items() if ours in values and value in others.split()]
     return next(iter(meant or get_close_matches(value, values, n=1)), None)
-
-
-def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
-    """The modules of a folder of this package: a feature is added by adding its file and removed by deleting it."""
-    paths = (Path(__file__).parent / folder).glob("[a-z]*")
-    return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -278,11 +269,6 @@ def as_today(stored: dict[str, Any], section: Any = Config, prefix: str = "") ->
     return today, changes
 
 
-def keys_free_to_change() -> set[str]:
-    """The dotted keys whose fields are marked with metadata={"decisive": False}."""
-    return {key for key, item in _all_keys() if not item.metadata.get("decisive", True)}
-
-
 @cache
 def _adapter() -> TypeAdapter[Config]:
     return TypeAdapter(Config)
@@ -293,13 +279,13 @@ def _field_types(section: Any) -> dict[str, Any]:
     return {item.name: types[item.name] for item in fields(section)}
 
 
-def _all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, its dataclass field) of the whole config."""
     types = _field_types(section)
     for item in fields(section):
         yield prefix + item.name, item
         if is_dataclass(types[item.name]):
-            yield from _all_keys(types[item.name], f"{prefix}{item.name}.")
+            yield from all_keys(types[item.name], f"{prefix}{item.name}.")
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> None:
@@ -327,7 +313,7 @@ def _unknown_key(key: str, value: Any) -> str:
     while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
         (name, value), *_ = value.items()
         key = f"{key}.{name}"
-    known = [known for known, _ in _all_keys()]
+    known = [known for known, _ in all_keys()]
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
@@ -339,7 +325,7 @@ def _unknown_key(key: str, value: Any) -> str:
 
 def _explain(error: ValidationError) -> str:
     """The first mistake in one line: key, value, rule, remedy."""
-    known, problems = dict(_all_keys()), error.errors(include_url=False)
+    known, problems = dict(all_keys()), error.errors(include_url=False)
     locations = [".".join(map(str, problem["loc"])) for problem in problems]
     key = max((key for key in known if f"{locations[0]}.".startswith(f"{key}.")), key=len, default=locations[0])
     problems = [p for p, location in zip(problems, locations, strict=True) if f"{location}.".startswith(f"{key}.")]

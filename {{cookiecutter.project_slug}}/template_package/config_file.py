@@ -49,6 +49,12 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
+def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
+    """The modules of a folder of this package: a feature is added by adding its file and removed by deleting it."""
+    paths = (Path(__file__).parent / folder).glob("[a-z]*")
+    return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
+
+
 def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]

@@ -20,7 +20,7 @@ from .data.loader import TrainLoader, build_datasets
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import CheckpointFolder, collect_state, find_state, load_initial_weights, resume
+from .training.checkpoint import CheckpointFolder, collect_state, load_initial_weights, read_on_main, read_state, resume
 from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import begin_epochs, call_after_step, call_on_evaluation_end, figures_of, warn_of_close_names
@@ -129,9 +129,8 @@ class Trainer:
         return memory
 
     def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step. Returns this rank's parts of the loss and, if the step is logged, of training_metrics()
-        (the parts' mean over ranks is the global batch's mean), and the norm of clipped gradients. All stay on the
-        device: nothing here waits for it.
+        """One optimizer step, which does not wait for the device. Returns this rank's parts of the loss and, if it is
+        logged, of training_metrics() (their mean over ranks is the global batch's), and the norm of clipped gradients.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -222,15 +221,14 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the state that the config asks for: the run's last checkpoint, a file's, or none."""
-        found = find_state(self.config, self.checkpoints, is_restart=self.context.attempt > 0)
+        found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
         self.begin_epochs(found.state["epoch"] if found else 0)  # first: they say which parameters have a state
         resume(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
             former, now = found.state["config"]["training"]["epochs"], self.config.training.epochs
             if former != now:
-                words = "training.epochs was %s, is %s: the learning rate follows the schedule of the new length"
-                logger.info(words, former, now)
+                logger.info("training.epochs was %s, is %s: the schedule has the new length", former, now)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() of model.py up to this epoch, once for each; whether other parameters train since."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config_file import read_settings, set_words
+from ..config_file import available_files, read_settings, set_words
 from ..errors import ConfigError, one_line
 from ..files import run_directory
 from ..launching.environment import launcher_of
@@ -70,26 +70,17 @@ class CommandLine:
         return launch(run_fn, config, node, node.num_ranks)
 
 
-def available_commands() -> list[str]:
-    """`train`, and one for each file or folder beside this file."""
-    folder = Path(__file__).parent
-    packages = (path.parent for path in folder.glob("[a-z]*/__init__.py"))
-    return ["train", *sorted(path.stem for path in (*folder.glob("[a-z]*.py"), *packages))]
-
-
 def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
     """Command, config file and settings. ConfigError for a word that is none of these; SystemExit(0) after --help."""
-    commands, line, has_command = available_commands(), CommandLine(default_config), False
+    commands, line, has_command = ["train", *available_files("commands")], CommandLine(default_config), False
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
         if word in ("-h", "--help"):
             print(USAGE.format(commands="|".join(commands)))
             raise SystemExit(0)
-        if word == "--config" and waiting:
-            line.config_path, line.is_config_typed = Path(waiting.pop(0)), True
-        elif word.startswith("--config="):
-            line.config_path, line.is_config_typed = Path(word.removeprefix("--config=")), True
+        if word.startswith("--config=") or (word == "--config" and waiting):
+            line.config_path, line.is_config_typed = Path(word.partition("=")[2] or waiting.pop(0)), True
         elif word.startswith(("--local-rank=", "--local_rank=")):
             continue  # torch.distributed.launch and deepspeed append it; the environment says the same
         elif word in commands and not has_command:
@@ -112,14 +103,12 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
 
 def run_command(line: CommandLine) -> int:
     """The exit code of a command other than train."""
-    command: Any = import_module(f".{line.command}", __package__)
-    code: int = command.main(line)
-    return code
+    return int(import_module(f".{line.command}", __package__).main(line))
 
 
 def write_report(directory: Path) -> None:
     """Write the run's report.html, if there is the command `report`. A failure is a warning."""
-    if "report" in available_commands():
+    if "report" in available_files("commands"):
         try:
             import_module(".report", __package__).write_report([directory], directory / "report.html")
         except Exception as error:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import model as user_model
 from ..config import Config, differing_keys, to_dict
@@ -13,12 +13,12 @@ from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, from_main, rank_context
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
-from ..tracking.logs import rank_logs
+from ..tracking import rank_logs
 from ..training.checkpoint import (
     CheckpointFolder,
     Found,
     check_same_values,
-    check_weights,
+    check_shapes,
     load_checkpoint,
     read_on_main,
 )
@@ -26,7 +26,6 @@ from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
 
-Data = TypeVar("Data")
 logger = logging.getLogger(__name__)
 
 
@@ -61,10 +60,8 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             logger.info("%s, %s split (%d samples): %s", path, split, evaluator.num_samples, figures)
 
 
-def restore(
-    path: Path, config: Config, context: RankContext, build_data: Callable[[], Data]
-) -> tuple[dict[str, Any], Strategy, Data]:
-    """A checkpoint's state, its weights under the config's strategy, and the data of build_data; all ranks call it."""
+def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
+    """A checkpoint's state, its weights under the config's strategy, and what build() returns; all ranks call it."""
     found = read_on_main(lambda: Found(load_checkpoint(path) | {"optimizer": {}}))
     assert found is not None
     state = found.state
@@ -72,11 +69,11 @@ def restore(
     remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
     check_same_values(state["config"], to_dict(config), ("model",), name, remedy)
     config = settle_precision(config, context)
-    data = build_data()
+    data = build()
     check_same_values(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
-    check_weights({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
+    check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
     strategy = create_strategy(config, context)
     strategy.prepare(model)
     strategy.set_weights(state.get("average", state["model"]))
@@ -97,5 +94,4 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
         last = next(iter(checkpoints.newest_first()), checkpoints.folder / "step_*.pt")
         return last if word == "last" else checkpoints.best
 
-    path: Path = from_main(find)
-    return path
+    return Path(from_main(find))

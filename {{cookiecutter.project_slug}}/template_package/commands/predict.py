@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import gather_objects, rank_context
 from ..strategies.base import Strategy
-from ..tracking.logs import rank_logs
+from ..tracking import rank_logs
 from ..training.checks import is_out_of_memory
 from ..training.evaluation import EvaluationLoader
 from ..training.stopping import beat, hang_watch
@@ -50,9 +50,9 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         with hang_watch(context, config.launch, directory):
             size = config.evaluation.micro_batch_size
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
-            names_of = getattr(dataset, "label_names", None)
-            part = _predict_part(strategy, loader, names_of, AUTO_MICRO_BATCH_SIZE if size == "auto" else size)
-            parts = gather_objects(part)
+            label_names = getattr(dataset, "label_names", None)
+            size = AUTO_MICRO_BATCH_SIZE if size == "auto" else size
+            parts = gather_objects(_predict_part(strategy, loader, label_names, size))
         strategy.close()
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}

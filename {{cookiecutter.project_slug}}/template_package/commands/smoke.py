@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from ..errors import FailureError
 from ..files import RUNS_FOLDER
 from ..training.checkpoint import load_checkpoint
 from . import CommandLine
@@ -32,10 +33,6 @@ TIMEOUT_SECONDS = 300.0
 RELATIVE_TOLERANCE = 1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
 
 
-class SmokeError(Exception):
-    pass
-
-
 def main(line: CommandLine) -> int:
     line.load_config()  # a mistake in it is one line
     started_at = time.monotonic()
@@ -43,7 +40,7 @@ def main(line: CommandLine) -> int:
     FOLDER.mkdir()
     try:
         num_samples = _train_resume_evaluate([f"--config={line.config_path}", *line.overrides, *SMALL.split()])
-    except (SmokeError, subprocess.TimeoutExpired) as error:
+    except (FailureError, subprocess.TimeoutExpired) as error:
         shutil.rmtree(FOLDER / "runs", ignore_errors=True)
         print(f"{error}\nsmoke test: FAILED ({FOLDER / 'log.txt'} has the whole output)")
         return 1
@@ -54,7 +51,7 @@ def main(line: CommandLine) -> int:
 
 
 def _train_resume_evaluate(settings: list[str]) -> int:
-    """The number of samples evaluated. SmokeError if the runs leave other files on the disk than they must."""
+    """The number of samples evaluated. FailureError if the runs leave other files on the disk than they must."""
     first, second = FOLDER / "runs" / "first", FOLDER / "runs" / "second"
     _run("training on two ranks", settings)
     saved = first / "checkpoints" / f"step_{SAVED_STEP:08d}.pt"
@@ -77,12 +74,11 @@ def _train_resume_evaluate(settings: list[str]) -> int:
     evaluation = json.loads((second / "evaluation.json").read_text(encoding="utf-8"))
     _require(evaluation["step"] == LAST_STEP, f"evaluate looked at step {evaluation['step']}")
     _require(math.isfinite(evaluation["loss"]), f"evaluation loss is {evaluation['loss']}")
-    num_samples: int = evaluation["num_samples"]
-    return num_samples
+    return int(evaluation["num_samples"])
 
 
 def _run(task: str, words: list[str], command: str = "train") -> None:
-    """Run run.py with its runs in the scratch folder; SmokeError with its last lines if it fails."""
+    """Run run.py with its runs in the scratch folder; FailureError with its last lines if it fails."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
@@ -104,4 +100,4 @@ def _losses(run: Path) -> dict[int, float]:
 
 def _require(is_met: bool, finding: str) -> None:
     if not is_met:
-        raise SmokeError(finding)
+        raise FailureError(finding)

@@ -5,19 +5,24 @@ All of it is arithmetic on (seed, epoch, position), so a run resumes in the midd
 without replaying anything.
 """
 
+import ctypes
+import hashlib
 import math
 import os
+import random
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -29,8 +34,6 @@ from ..config import Config, LoaderConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
-from . import random_state
-from .random_state import derive_seed, generators_restored, seed_generators
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 
@@ -113,9 +116,8 @@ class TrainLoader:
     ) -> None:  # fmt: skip
         self.num_samples, self.global_batch_size = check_dataset(dataset, "training"), global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
-        largest_share = -(-min(global_batch_size, self.num_samples) // context.world_size)
-        limit = largest_share if micro_batch_size == "auto" else int(micro_batch_size)
-        self.micro_batch_size = min(limit, largest_share)
+        share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest
+        self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
         self._context, self._seed = context, seed
         self._lengths, self._weights = numbers_of(dataset, "sample_lengths"), numbers_of(dataset, "sample_weights")
         self._reader = BatchReader(dataset, config, context, seed)
@@ -132,7 +134,6 @@ class TrainLoader:
 
         A weight is the micro-batch's part of the global batch, times world_size: averaged over ranks, they sum to 1.
         With loss_weight in model.py all micro-batches of the step are read before the first one runs.
-        module: the user's own, which loss_weight may ask for.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -231,15 +232,15 @@ class Fetcher(Dataset[MicroBatch]):
         if self._draws_from == "all":
             with generators_restored():
                 return self._read_seeded(request, partial(seed_generators, is_cpu_only=True))
-        torch_state, others = torch.get_rng_state(), random_state.python_and_numpy()
+        torch_state, others = torch.get_rng_state(), python_and_numpy()
         if self._states[0] != others:
-            self._states = others, random_state.get_random_states()
+            self._states = others, get_random_states()
         set_seed = torch.default_generator.manual_seed if self._draws_from == "torch" else None
         batch = self._read_seeded(request, set_seed)
         found = "nothing" if torch.equal(torch_state, torch.get_rng_state()) else "torch"
-        if random_state.python_and_numpy() != others:
+        if python_and_numpy() != others:
             found = "all"
-            random_state.set_random_states(self._states[1])
+            set_random_states(self._states[1])
         torch.set_rng_state(torch_state)
         if found in ("nothing", self._draws_from):
             return batch
@@ -259,8 +260,7 @@ class Fetcher(Dataset[MicroBatch]):
             return _collate(batch) if isinstance(batch, list) else batch
         items = []
         for draw, index in zip(request.draws, request.indices, strict=True):
-            if set_seed is not None:  # not to call it for nothing
-                seed(draw)
+            seed(draw)
             items.append(dataset[index])
         seed(-3 - request.draws[0])
         return _collate(items)
@@ -377,3 +377,56 @@ def check_dataset(dataset: Dataset[Any], name: str) -> int:
     if lengths[0] == 0:
         raise ConfigError(f"the {name} data set is empty: build_datasets() must return at least one sample.")
     return lengths[0]
+
+
+def seed_generators(seed: int, *, is_cpu_only: bool = False) -> None:
+    """Seed Python, NumPy and torch; the CUDA devices too, unless is_cpu_only."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    seed_torch = torch.default_generator.manual_seed if is_cpu_only else torch.manual_seed
+    seed_torch(seed)
+
+
+def derive_seed(seed: int, epoch: int, index: int) -> int:
+    """A 63-bit seed that differs for every (seed, epoch, index): neighbours share no bits, as sums of them would."""
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def get_random_states(*devices: torch.device) -> dict[str, Any]:
+    """The states of the generators of this rank and its devices, in types that torch.load(weights_only=True) takes."""
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
+    }
+
+
+def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
+    """Set the states that get_random_states() gave. CUDA states of other devices than these are left out."""
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    numpy.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(states["torch"])
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device, state in zip(gpus, states["cuda"], strict=False):  # the checkpoint may hold fewer
+        torch.cuda.set_rng_state(state, device)
+
+
+def python_and_numpy() -> bytes:
+    """The memory of Python's and NumPy's generators, which every draw changes. Their states take 30 times as long."""
+    python = id(vars(random)["_inst"]) + object.__basicsize__  # CPython's own struct: the position, then 624 words
+    numpys = cast(Any, numpy.random).get_bit_generator().ctypes.state_address  # 624 words, then the position
+    return ctypes.string_at(python, 4 * 625) + ctypes.string_at(numpys, 4 * 625)
+
+
+@contextmanager
+def generators_restored(*devices: torch.device) -> Iterator[None]:
+    """Restore the CPU generators, and those of these devices, after the body has drawn from them or seeded them."""
+    states = get_random_states(*devices)
+    try:
+        yield
+    finally:
+        set_random_states(states, *devices)

@@ -6,7 +6,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
 from .base import Strategy, weighted
-from .numerics import settle_precision
+from .common import settle_precision
 
 __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .numerics import checkpoint_activations, resolve_precision
-from .state import WHOLE, receive, set_optimizer_state
+from .common import WHOLE, checkpoint_activations, receive, resolve_precision, set_optimizer_state
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -35,6 +34,7 @@ class Strategy:
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
+        self.num_devices = context.world_size  # that train, over all ranks
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # TF32: 10 bits of mantissa
         torch.backends.cudnn.allow_tf32 = config.tf32
         torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
@@ -78,11 +78,9 @@ class Strategy:
         return model.to(self.context.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module that compute_loss calls."""
         return module
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision that forward passes run in."""
         if self.precision == "fp32":
             return nullcontext()
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float16
@@ -144,11 +142,6 @@ class Strategy:
     def local_weights(self) -> list[Tensor]:
         """The parameters that this rank holds: all of them whole, or its parts."""
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that train, over all ranks."""
-        return self.context.world_size
 
     @property
     def evaluation_model(self) -> nn.Module:

@@ -22,6 +22,7 @@ class DataParallelStrategy(Strategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, _: DdpConfig) -> None:
         super().__init__(config, context)
+        self.num_devices = len(context.devices)
         for key in ("compile", "activation_checkpointing", "sync_batchnorm"):
             if self.num_devices > 1 and getattr(config, key):
                 raise ConfigError(
@@ -32,10 +33,6 @@ class DataParallelStrategy(Strategy):
         if self.num_devices == 1:
             return module
         return _DataParallel(module, device_ids=self.context.devices, output_device=self.context.device)
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.context.devices)
 
     @property
     def evaluation_model(self) -> nn.Module:

@@ -6,7 +6,6 @@ With training.precision=bf16 or fp16 weights are gathered in 16 bits, except tho
 autocast makes of fp32 weights would stay on every rank until backward. Gradients are reduced in each micro-batch.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +22,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
-from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
-from .numerics import blocks
+from .common import blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-logger = logging.getLogger(__name__)
 
 
 class FullyShardedStrategy(Strategy):
@@ -41,8 +38,6 @@ class FullyShardedStrategy(Strategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
-        if options.cpu_offload and self.precision == "fp16":
-            raise ConfigError("fsdp.cpu_offload=true: does not go with training.precision=fp16. Set bf16 or fp32.")
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
         offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
@@ -53,10 +48,7 @@ class FullyShardedStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, of whose weights each rank now holds its part of rank 0's."""
-        units = list(self._units(module))
-        if not units:
-            problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
-            logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
+        units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
         dtype, norms = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision], []
         if dtype is not None:  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
             norms = [m for m in module.modules() if isinstance(m, NORMS) and m is not module and _is_alone(m, module)]
@@ -102,13 +94,10 @@ class FullyShardedStrategy(Strategy):
         super().check_gradients()
         self._root.set_reduce_scatter_unused_params(True)
 
-    def _units(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules that are gathered as a whole: blocks that hold a matrix and share no weight with others."""
-        for unit in dict.fromkeys(blocks(module)):
-            is_big = any(p.dim() > 1 for p in unit.parameters())
-            is_called = type(unit).forward is not nn.Module.forward
-            if is_big and is_called and _is_alone(unit, module):
-                yield unit
+
+def _is_big(unit: nn.Module) -> bool:
+    """Whether the unit holds a matrix, and has a forward pass around which it can be gathered."""
+    return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:

@@ -1,28 +1,70 @@
-"""Figures of a run while it goes on: metrics.jsonl, the progress bar or console lines, and the trackers.
+"""What a run shows while it goes on: metrics.jsonl, the progress bar, pictures, trackers, and a log for each rank.
 
-A tracker is a file of this folder with a class `Tracker`; media.py writes pictures and texts, logs.py the ranks' logs.
+A tracker is a file of this folder with a class `Tracker`. print() and warnings are caught on rank 0 in Python; on the
+other ranks the file descriptors are redirected, so that C++ and NCCL write to the log too.
 """
 
+import faulthandler
+import io
 import json
 import logging
 import os
+import socket
+import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 from tqdm import tqdm
 
 from ..config import Config, to_dict
+from ..errors import ConfigError
 from ..files import disk_failure, write_whole
 from ..launching.distributed import RankContext
-from .logs import console
-from .media import MediaLog
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 logger = logging.getLogger(__name__)
+_console: TextIO | None = None
+
+
+@dataclass(frozen=True)
+class MediaLog:
+    """The `log` of functions in model.py. Rank 0 writes, other ranks do nothing; a failure is a warning."""
+
+    step: int
+    folder: Path | None  # None on the other ranks
+    show: Callable[..., None]  # hands the file to the trackers
+
+    def image(self, name: str, picture: Any) -> None:
+        """Write a PNG of an array or tensor (H, W), (H, W, 3) or (C, H, W), uint8 or floats in [0, 1]; or PIL image."""
+        self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
+
+    def figure(self, name: str, figure: Any) -> None:
+        """Write a PNG of a matplotlib figure, and close it."""
+        self._write(name, ".png", lambda path: figure.savefig(path, format="png"))
+        with suppress(KeyError, TypeError):  # on each rank: pyplot keeps a figure until it is closed
+            sys.modules["matplotlib.pyplot"].close(figure)
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text file. Most trackers show it as Markdown."""
+        self._write(name, ".txt", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def _write(self, name: str, suffix: str, save: Callable[[Path], object]) -> None:
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(exist_ok=True)
+                path = self.folder / f"step_{self.step:08}_{name.replace('/', '_')}{suffix}"
+                write_whole(path, save)
+                self.show("show", self.step, name, path)
+            except Exception as error:  # no run ends for a picture
+                logger.warning("warning: log of %r has failed: %s", name, " ".join(str(error).split()))
 
 
 class Tracking:
@@ -86,7 +128,6 @@ class Tracking:
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """End the bar, the trackers and the file."""
         self._bar.close()
         if self._is_main:
             self._call_trackers("close")
@@ -126,3 +167,100 @@ def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> 
             if values["step"] <= step and not comes_again:
                 kept.append(line)
     write_whole(path, lambda beside: beside.write_bytes(b"".join(kept)))
+
+
+def _as_image(picture: Any) -> Any:
+    from PIL import Image
+
+    if isinstance(picture, Image.Image):
+        return picture
+    pixels = torch.as_tensor(picture).detach().cpu()
+    if pixels.is_floating_point():
+        pixels = (pixels.clamp(0, 1) * 255).round().byte()
+    if pixels.ndim == 3 and len(pixels) in (1, 3):
+        pixels = pixels.movedim(0, 2)  # (C, H, W) -> (H, W, C)
+    return Image.fromarray((pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy())  # refuses other shapes
+
+
+def console() -> TextIO:
+    """The stderr from before rank_logs(): the progress bar is drawn there."""
+    return _console or sys.stderr
+
+
+@contextmanager
+def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
+    """Inside this context, the words of this rank go to logs/rank_<r>.log; so does the reason if the body fails."""
+    global _console  # noqa: PLW0603 - a process has one stdout and one stderr
+    path = directory / "logs" / f"rank_{context.rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore of the system, which a killed rank would leave behind
+    streams, package = (sys.stdout, sys.stderr), logging.getLogger(__name__.partition(".")[0])
+    former_handlers, package.propagate = package.handlers, False
+    package.setLevel(logging.INFO)
+    with ExitStack() as undo:
+        file = undo.enter_context(_LogFile(path, "a"))
+        log = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
+        package.handlers = [logging.StreamHandler(log)]
+        package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        if context.is_main:
+            _console = sys.stderr
+            package.addHandler(logging.StreamHandler(_Tee(sys.stdout)))
+            sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+        else:
+            _console = undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", buffering=1))
+            for descriptor in (1, 2):
+                former = os.dup(descriptor)
+                os.dup2(log.fileno(), descriptor)
+                undo.callback(os.close, former)
+                undo.callback(os.dup2, former, descriptor)
+            sys.stdout = sys.stderr = log
+        place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
+        now, host = time.strftime("%Y-%m-%d %H:%M:%S"), f"host={socket.gethostname()}"
+        print(now, host, f"pid={os.getpid()}", *place, file=log)
+        faulthandler.enable(file=log)
+        try:
+            yield
+        except Exception as error:
+            log.write(f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
+            raise
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            sys.stdout, sys.stderr = streams
+            faulthandler.disable()
+            _console, package.handlers = None, former_handlers
+
+
+class _LogFile(io.FileIO):
+    """A log whose disk may be full, which the next checkpoint reports."""
+
+    def write(self, content: Any) -> int:
+        with suppress(OSError):
+            super().write(content)
+        return len(content)
+
+
+class _Tee:
+    """A text stream that also writes to the log, above the progress bar. Attributes it lacks are the stream's own."""
+
+    def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
+        self._stream, self._log, self._held = stream, log, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._held += text
+        self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        text, self._held = self._held, ""
+        if getattr(tqdm, "_instances", None) and "\r" not in text:  # the bar would be drawn over a part of a line
+            self._held = text[text.rfind("\n") + 1 :]
+            text = text.removesuffix(self._held)
+        with tqdm.external_write_mode(file=console()):
+            self._stream.write(text)
+            self._stream.flush()
+        if self._log is not None:
+            self._log.write(text)

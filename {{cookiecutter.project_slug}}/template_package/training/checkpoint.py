@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
-from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
-from ..data.random_state import derive_seed, get_random_states, seed_generators, set_random_states
+from ..config import Config, all_keys, as_today, differing_keys, to_dict
+from ..data.loader import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack
@@ -115,16 +115,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class Found(NamedTuple):
-    """A state to continue from."""
-
-    state: dict[str, Any]
+    state: dict[str, Any]  # to continue from
     is_best: bool = False  # read from best.pt, as there is no checkpoint of a later step
     is_other_run: bool = False  # named by checkpoint.resume=PATH
-
-
-def find_state(config: Config, checkpoints: CheckpointFolder, *, is_restart: bool) -> Found | None:
-    """The state to continue from, or None for a new run."""
-    return read_on_main(lambda: _read_state(config, checkpoints, is_restart))
 
 
 def read_on_main(read: Callable[[], Found | None]) -> Found | None:
@@ -143,9 +136,10 @@ def read_on_main(read: Callable[[], Found | None]) -> Found | None:
     return kept[0] if kept else Found(*received) if received else None
 
 
-def _read_state(config: Config, checkpoints: CheckpointFolder, is_restart: bool) -> Found | None:
+def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Found | None:
+    """The state to continue from, or None for a new run."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
-    if wanted == "never" and is_restart:  # it was about files from before the first start
+    if wanted == "never" and attempt > 0:  # it was about files from before the first start
         wanted = "auto"
     if not paths and (weights := run / "model.safetensors").exists():
         problem = f"a new run would replace {weights}, and no checkpoint is left to continue from"
@@ -177,7 +171,8 @@ def check_same_values(
 
     A key that only one of them knows counts as its default: a field that model.py has gained or lost since.
     """
-    wanted, free = re.compile(rf"({'|'.join(keys)})[.:=]"), keys_free_to_change()
+    wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
+    free = {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
     stored, changes = as_today(stored)
     lines = [line for line in differing_keys(stored, present) if wanted.match(line)]
     if lines := [line for line in lines if line.partition(": ")[0] not in free]:
@@ -197,7 +192,7 @@ def resume(
         if not found.is_other_run and former != progress.num_samples:
             words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
-        check_weights(strategy.shapes(), state["model"], f"name={config.name}")
+        check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         with settings_kept(strategy.optimizer):
             strategy.load_state_dict(state)
         if average is not None and "average" in state:
@@ -243,11 +238,11 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     for name, tensor in own.items():  # safetensors holds a tied tensor under one of its names
         if id(tensor) in names:
             weights.setdefault(name, weights[names[id(tensor)]])
-    check_weights({name: tensor.shape for name, tensor in own.items()}, weights, source)
+    check_shapes({name: tensor.shape for name, tensor in own.items()}, weights, source)
     model.load_state_dict(weights)
 
 
-def check_weights(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
+def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
     """ConfigError that lists the names in which `weights` do not fit a model of these shapes."""
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [f"{name} is unexpected" for name in weights if name not in shapes]

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import model as user_model
-from ..data.loader import MicroBatch, TrainLoader
-from ..data.random_state import generators_restored
+from ..data.loader import MicroBatch, TrainLoader, generators_restored
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce
@@ -163,11 +162,8 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
     for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
-            raise RuntimeError(
-                f"after step {step} {name!r} differs between ranks, which no longer train one model. A parameter: its "
-                "gradient was not averaged; compute_loss must call model(...), nothing else may change weights. A "
-                "buffer: each rank updates it from its own samples; synchronize it, or use training.sync_batchnorm."
-            )
+            remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
+            raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
 
 
 def _checksum(tensor: Tensor) -> Tensor:

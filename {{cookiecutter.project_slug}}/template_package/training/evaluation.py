@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
@@ -17,15 +17,26 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
-from ..data.loader import BatchReader, MicroBatch, Request, check_dataset, cut_evenly, loss_weight_of, move, numbers_of
-from ..data.random_state import generators_restored
+from ..data.loader import (
+    BatchReader,
+    MicroBatch,
+    Request,
+    check_dataset,
+    cut_evenly,
+    generators_restored,
+    loss_weight_of,
+    move,
+    numbers_of,
+)
 from ..errors import ConfigError
+from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
 from .hooks import figures_of
 from .stopping import Interrupted, beat
 
-CONFUSION_MATRIX = "confusion_matrix"
+CONFUSION_MATRIX = "confusion_matrix"  # the metric of build_metrics() from which a report is written
+SCORES = ("precision", "recall", "f1")
 logger = logging.getLogger(__name__)
 
 
@@ -107,19 +118,15 @@ class Evaluator:
         metric, mode = self._config.metric, self._config.mode
         with generators_restored(*self._context.devices):
             halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
-        names = [*whole]
         tolerance = 1e-3 if strategy.precision == "fp32" else 0.03  # 16 bits have two or three digits
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
-            words = (
-                "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves, so it depends on "
-                "the number of ranks. If it is a mean over tokens or class weights, say, define loss_weight(batch, "
-                "module) in model.py."
-            )
-            logger.warning(words, whole["loss"], halves)
-        if others := ", ".join(sorted(self._values.keys() - {*names, CONFUSION_MATRIX})):
+            words = "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves. %s"
+            remedy = "If it is a mean over tokens or class weights, say, define loss_weight(batch, module) in model.py."
+            logger.warning(words, whole["loss"], halves, remedy)
+        if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded: %s of build_metrics()", others)
-        if metric not in names:
-            problem = f"not among the numbers that an evaluation gives ({', '.join(names)})"
+        if metric not in whole:
+            problem = f"not among the numbers that an evaluation gives ({', '.join(whole)})"
             raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it.")
         is_higher_better = getattr(dict(self._metrics.items()).get(metric), "higher_is_better", None)
         better = {None: mode, True: "max", False: "min"}[metric != "loss" and is_higher_better]
@@ -131,8 +138,6 @@ class Evaluator:
         """Write the scores of each class, if there is a confusion matrix; the path without suffix. Rank 0 writes."""
         if CONFUSION_MATRIX not in self._values or not self._context.is_main:
             return None
-        from ..tracking.confusion_matrix import write_report
-
         stem = directory / "reports" / f"{self._split}_{checkpoint}"
         title = f"{self._split}, checkpoint {checkpoint} (step {step})"
         write_report(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
@@ -169,11 +174,10 @@ class EvaluationLoader:
     """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
 
     def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str,
-        max_samples: int | None = None,
-    ) -> None:  # fmt: skip
+        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
+    ) -> None:
         num_all = check_dataset(dataset, name)
-        self.num_samples = min(num_all, max_samples or num_all)
+        self.num_samples = min(num_all, limit or num_all)
         # Evenly drawn if not all are wanted: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
         self._share = cut_evenly(order.tolist(), context.world_size)[context.rank]
@@ -189,3 +193,43 @@ class EvaluationLoader:
             indices = piece or [0]
             requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
         return self._reader.read(requests)
+
+
+def class_scores(matrix: list[list[int]], label_names: Sequence[str]) -> list[dict[str, Any]]:
+    """{"label", "precision", "recall", "f1", "support"} of each class, and of their means below; 0 / 0 counts as 0.
+
+    matrix[i][j]: samples of class i that were predicted as class j.
+    """
+    counts = torch.tensor(matrix, dtype=torch.float64)
+    correct, support, predicted = counts.diag(), counts.sum(1), counts.sum(0)
+    pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
+    scores = torch.stack([part / whole.clamp(min=1) for part, whole in pairs], 1)  # (classes, 3)
+    means = {"macro average": scores.mean(0), "weighted average": support @ scores / support.sum().clamp(min=1)}
+    names = [*map(str, label_names[: len(matrix)]), *map(str, range(len(label_names), len(matrix)))]
+    rows = zip([*names, *means], [*scores, *means.values()], [*support, support.sum(), support.sum()], strict=True)
+    return [
+        {"label": name, **dict(zip(SCORES, row.tolist(), strict=True)), "support": int(num_samples)}
+        for name, row, num_samples in rows
+    ]
+
+
+def write_report(stem: Path, title: str, matrix: list[list[int]], label_names: Sequence[str]) -> None:
+    """Write <stem>.json and .txt, and the matrix as <stem>.png if matplotlib is installed."""
+    rows = class_scores(matrix, label_names)
+    stem.parent.mkdir(exist_ok=True)
+    write_json(Path(f"{stem}.json"), {"title": title, "classes": rows, "confusion_matrix": matrix})
+    lines = [title, f"{'':24}precision  recall      f1  support"]
+    for row in rows:
+        lines.append(f"{row['label'][:24]:24}" + "".join(f"{row[s]:8.4f}" for s in SCORES) + f"{row['support']:9}")
+    lines += ["", "rows: true class; columns: predicted class"]
+    for row, counts in zip(rows, matrix, strict=False):
+        lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
+    Path(f"{stem}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        from torchmetrics.utilities.plot import plot_confusion_matrix
+
+        labels = [row["label"] for row in rows[: len(matrix)]]
+        figure, _ = plot_confusion_matrix(torch.tensor(matrix), labels=labels, add_text=len(matrix) <= 30)
+        figure.savefig(Path(f"{stem}.png"), dpi=130, bbox_inches="tight")
+    except Exception:  # no matplotlib, or its fonts and settings: no run ends for a picture
+        Path(f"{stem}.png").unlink(missing_ok=True)

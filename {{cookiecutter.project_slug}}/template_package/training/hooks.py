@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import dataset as user_data
 from .. import model as user_model
-from ..data.random_state import generators_restored
+from ..data.loader import generators_restored
 from ..errors import ConfigError
 from ..strategies.base import Strategy
 

@@ -40,7 +40,6 @@ class Optimizers(Optimizer):
             optimizer.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step each optimizer."""
         for optimizer in self._optimizers:
             optimizer.step()
 
@@ -60,14 +59,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     # One kernel for all tensors instead of several for each: a third of a small model's step.
     has_kernel = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     fused = True if has_kernel else None  # None: torch's own choice among the others
-    beta1, beta2 = config.betas
-    match config.name:
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
-        case "adam":
-            return torch.optim.Adam(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
-        case "sgd":  # betas[0] is its momentum
-            return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
+    beta1, beta2 = config.betas  # beta1 is SGD's momentum
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
 
 
 @contextmanager

@@ -90,7 +90,6 @@ class Progress:
         return f"{counts}, best {name} {value:.4f} at step {step}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, as a part of a checkpoint."""
         counts = {key: getattr(self, key) for key in ("step", "epoch", "position", "best")}
         return {**counts, "early_stopping": {key: getattr(self, key) for key in EARLY_STOPPING}}
 
@@ -126,7 +125,6 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time of the body."""
         begun_at, paused_before = time.perf_counter(), self._paused_seconds
         yield
         self._paused_seconds = paused_before + time.perf_counter() - begun_at  # a pause inside it counts once

@@ -11,9 +11,7 @@ from ..config import ScheduleConfig
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
     """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
 
-    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`. num_drops: how
-    often the metric has come to a plateau.
-
+    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`.
     Linear warm-up reaches `peak` at step `warmup_steps`. The next step (step 1 without warm-up) has the peak too, and
     from there the rate falls as torch's schedulers do: the floor would be reached one step after the last.
     """
@@ -26,6 +24,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
         return peak * step / warmup
     floor = config.min_learning_rate
     progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
+    if config.name == "step":  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 > 7, so round
+        num_drops = sum(step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones)
     match config.name:
         case "constant":
             return peak
@@ -33,10 +33,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
             return peak + (floor - peak) * progress
         case "cosine":
             return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-        case "step":  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 is above 7, so round
-            num_drops = sum(step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones)
-            return max(floor, peak * config.decay_factor**num_drops)
-        case "plateau":
+        case "step" | "plateau":
             return max(floor, peak * config.decay_factor**num_drops)
 
 

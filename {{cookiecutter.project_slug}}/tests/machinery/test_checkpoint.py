@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from template_package.data.random_state import get_random_states, seed_generators, set_random_states
+from template_package.data.loader import get_random_states, seed_generators, set_random_states
 from template_package.errors import ConfigError, FailureError
 from template_package.files import write_whole
 from template_package.training.checkpoint import (

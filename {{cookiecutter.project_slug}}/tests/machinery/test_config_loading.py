@@ -232,7 +232,7 @@ def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: 
     shutil.copy(project.folder / PACKAGE / "strategies" / "ddp.py", project.folder / PACKAGE / "strategies" / "own.py")
     missing = project.run("strategy=horovod", code=2)
     assert missing.startswith("error: strategy=horovod: must be one of ") and "template" in missing
-    assert "own" in missing and "base" not in missing and "numerics" not in missing
+    assert "own" in missing and "base" not in missing and "common" not in missing
     missing = project.run("logging.tracker=wandb", code=2)
     assert (
         "logging.tracker=wandb: must be one of none, mlflow, tensorboard, trackio." in missing and "template" in missing

@@ -15,8 +15,8 @@ from template_package.config import DdpConfig, TrainingConfig
 from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
+from template_package.strategies.common import resolve_precision
 from template_package.strategies.ddp import DistributedDataParallelStrategy
-from template_package.strategies.numerics import resolve_precision
 from template_package.training.checks import FiniteCheck
 
 from conftest import Project

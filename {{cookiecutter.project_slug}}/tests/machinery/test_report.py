@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from template_package.tracking.confusion_matrix import class_scores, write_report
+from template_package.training.evaluation import class_scores, write_report
 
 MATRIX = [[5, 1, 0, 2], [2, 7, 1, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
 NAMES = ["天气", "food", "très long", "ラーメン"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from template_package.commands.report import mean_over_seeds, read_metrics, write_report
-from template_package.tracking.confusion_matrix import write_report as write_class_report
+from template_package.training.evaluation import write_report as write_class_report
 
 from conftest import Project
 

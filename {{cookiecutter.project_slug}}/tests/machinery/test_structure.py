@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "__init__": "",
 }
 """The modules of ours that each part of the package may import, besides its own folder."""
-NOT_STRATEGIES = {"__init__", "base", "library_environment"}
+NOT_STRATEGIES = {"__init__", "base", "common", "library_environment"}
 
 
 def package_files() -> list[Path]:

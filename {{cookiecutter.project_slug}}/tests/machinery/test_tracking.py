@@ -23,8 +23,7 @@ from PIL import Image
 from template_package.config import load_config
 from template_package.errors import FailureError
 from template_package.launching.distributed import RankContext
-from template_package.tracking import Tracking
-from template_package.tracking.logs import console, rank_logs
+from template_package.tracking import Tracking, console, rank_logs
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +33,7 @@ from pathlib import Path
 from template_package.config import load_config
 from template_package.launching.distributed import RankContext
 from template_package.tracking import Tracking
-from template_package.tracking.logs import rank_logs
+from template_package.tracking import rank_logs
 
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
 with rank_logs(directory, RankContext()):

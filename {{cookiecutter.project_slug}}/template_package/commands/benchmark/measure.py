@@ -12,7 +12,7 @@ from torch import Tensor
 from ...config import Config
 from ...files import write_json
 from ...launching.distributed import RankContext, all_reduce, gather_objects, rank_context
-from ...tracking.logs import rank_logs
+from ...tracking import rank_logs
 from ...trainer import Trainer
 
 WARM_UP_STEPS = 5

@@ -78,7 +78,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
     """One device first, with which the others are compared, then every file of strategies/."""
     is_single = len(device_ids) == 1
     name, precision = "one device" if is_single else "ddp", "bf16" if "cpu" in device_ids else "auto"
-    found = available_files("strategies", besides=("base", "numerics", "state", "library_environment", "zero", "ddp"))
+    found = available_files("strategies", besides=("base", "common", "library_environment", "zero", "ddp"))
     rows = [
         Row("one device", device_ids[:1]),
         Row("ddp", device_ids),
