@@ -88,7 +88,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     folder = project.directory("b") / "benchmark"
     assert "must be one of ddp, fsdp." in (folder / "data_parallel.log").read_text(encoding="utf-8")
     text = (folder / "benchmark.md").read_text(encoding="utf-8")
-    assert output.endswith(f"\n{text}") and "benchmark 7 (round 1 of 1): fsdp … " in output
+    assert output.endswith(f"\n{text}") and "benchmark 7 (round 1 of 1): fsdp\n" in output
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
     assert not (folder / "run").exists()
@@ -144,11 +144,7 @@ def test_killed_benchmark_leaves_no_process(project: Project) -> None:
     assert are_there and has_processes(project.folder, (0).__eq__)
 
 
-def test_benchmark_under_a_launcher_is_refused_and_so_are_other_words(project: Project) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    process = project.start("benchmark", **place, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and "without a launcher" in errors
+def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="--json: benchmark takes settings"):
         main(CommandLine(ROOT / "config.yaml", "benchmark", rest=["--json"]))
 

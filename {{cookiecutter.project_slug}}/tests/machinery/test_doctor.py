@@ -120,7 +120,7 @@ def test_hanging_check_is_named_in_time_and_the_checks_before_it_have_answered(p
     code, output = consult(project)
     assert time.monotonic() - started_at < 4 + 4  # Python's start and end; 26 + 4 is the promised 30
     assert code == 1
-    assert line_of("torch", output).startswith("broken   torch: no answer within 4 s. ")
+    assert line_of("torch", output).startswith("broken   torch: no answer within 4 s")
     assert all(line_of(name, output) for name in NAMES[: NAMES.index("torch")])
 
 
@@ -131,7 +131,7 @@ def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(proj
     assert "ImportError: libcudart.so.13: no such file. " in line_of("torch", output)
     (project.folder / "torch.py").write_text("import os\nos._exit(139)", encoding="utf-8")
     code, output = consult(project)
-    assert code == 1 and "torch: the process that checks it has died" in output
+    assert code == 1 and "has died" in line_of("torch", output)
 
 
 def find(check: str, nvml: Any) -> list[Finding]:

@@ -19,10 +19,9 @@ from statistics import median
 from typing import Any
 
 from ...config import available_files
-from ...errors import ConfigError, StopRun
+from ...errors import StopRun
 from ...files import run_directory, write_json, write_whole
 from ...launching.devices import find_gpus, take_devices
-from ...launching.environment import launcher_of
 from ...launching.processes import die_with_parent, stop_signals_end
 from ...training.run_files import run_lock
 from .. import CommandLine
@@ -100,8 +99,6 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 def run_benchmark(line: CommandLine) -> int:
     """The exit code. The results lie in runs/<name>/benchmark/."""
     config = line.load_config()
-    if launcher_of(os.environ) is not None:
-        raise ConfigError("benchmark: starts all processes itself. Type `python run.py benchmark`, without a launcher.")
     devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
     visible = find_gpus(os.environ).visible
     device_ids = [name if name == "cpu" else str(visible[int(name[5:])].index) for name in devices.names]
@@ -116,8 +113,8 @@ def run_benchmark(line: CommandLine) -> int:
                 _run_rounds(rows, words, options.rounds, folder)
         except StopRun as stop:
             exit_code = stop.code
-            for row in rows:
-                row.reason = row.reason or ("" if row.runs else "interrupted before its turn")
+            for row in (row for row in rows if not row.runs and not row.reason):
+                row.reason = "interrupted before its turn"
         shutil.rmtree(folder / "run", ignore_errors=True)
         measured = [row for row in rows if row.runs]
         if not measured:
@@ -143,10 +140,8 @@ def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
             num_done += 1
-            print(f"benchmark {num_done} (round {number + 1} of {num_rounds}): {row.name} …", end=" ", flush=True)
-            began_at = time.monotonic()
+            print(f"benchmark {num_done} (round {number + 1} of {num_rounds}): {row.name}", flush=True)
             _run_once(row, words, folder)
-            print(f"{time.monotonic() - began_at:.1f} s", flush=True)
 
 
 def _run_once(row: Row, words: list[str], folder: Path) -> None:

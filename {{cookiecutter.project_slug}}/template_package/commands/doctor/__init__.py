@@ -92,15 +92,14 @@ def _consult(line: CommandLine) -> Iterator[Finding]:
     process.start()
     sender.close()  # or the end of that process would not be the end of its answers
     for check in CHECKS:
-        reason = f"no answer within {SECONDS:g} s. What comes after it was not checked"
         try:
-            if receiver.poll(max(0.0, deadline - time.monotonic())):
-                yield from receiver.recv()
-                continue
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                raise EOFError
+            yield from receiver.recv()
         except EOFError:
-            reason = "the process that checks it has died"
-        yield Finding(check.name, "broken", reason, check.remedy)
-        break
+            reason = f"no answer within {SECONDS:g} s, or the process that checks it has died"
+            yield Finding(check.name, "broken", reason, check.remedy)
+            break
     process.kill()  # no wait: a process that waits for a dead disk does not even die
 
 

@@ -54,25 +54,22 @@ def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launc
     store, device = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank])
     for pair in (pair for pair in pairs if rank in pair):
         own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
-        set_context(own)
         try:
+            set_context(own)
             choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
             backend = "gloo" if device.type == "cpu" else launch.backend
             join_group(own, backend, timedelta(minutes=1))  # it will be killed before
-            answer = _all_reduce(torch.ones(NUM_FLOATS, device=device))
+            values = torch.ones(NUM_FLOATS, device=device)
+            dist.all_reduce(values)  # the first one makes the connections
+            values[0].item()  # waits for the GPU
+            started_at = time.perf_counter()
+            for _ in range(NUM_TIMES):
+                dist.all_reduce(values)
+            is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
+            speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
+            answer = f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"
         except Exception as error:
             answer = f"{device}: {describe(error)}"
         store.set(f"{pair} {rank}", answer)
         leave_group()
     end_process(0)
-
-
-def _all_reduce(values: torch.Tensor) -> str:
-    dist.all_reduce(values)  # the first one makes the connections
-    values[0].item()  # waits for the GPU
-    started_at = time.perf_counter()
-    for _ in range(NUM_TIMES):
-        dist.all_reduce(values)
-    is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
-    speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
-    return f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"

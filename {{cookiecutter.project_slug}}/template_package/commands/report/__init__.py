@@ -6,7 +6,6 @@ All of it comes from the files of the runs. page.html lays it out and escapes it
 import base64
 import io
 import json
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
@@ -49,11 +48,11 @@ def main(line: CommandLine) -> int:
 
 def find_runs(folder: Path) -> list[Path]:
     """The folder itself if it is a run's, or the runs in it if it is a sweep's. ConfigError for any other."""
-    runs = [folder] if (folder / "metrics.jsonl").exists() else [*folder.glob("*/metrics.jsonl")]
+    runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
     if not runs:
         there = ", ".join(sorted(path.name for path in run_directory("").glob("*/"))) or "none so far"
         raise ConfigError(f"{folder}: holds no run. Name one or more of: {there}.")
-    return sorted(path.parent if path.suffix else path for path in runs)
+    return sorted(runs)
 
 
 def write_report(directories: list[Path], path: Path) -> None:
@@ -122,8 +121,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 def draw_all(directories: Sequence[Path]) -> list[str]:
     """An <svg> for each figure in metrics.jsonl: of one run, its splits together; of several, the runs."""
     figures: dict[str, Figure] = {}
-    with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
+    with matplotlib.rc_context(DRAWING):
         for index, directory in enumerate(directories):
             for place, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):

@@ -20,12 +20,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from ...config import Config, load_config, parse_device_ids
+from ...config import load_config, parse_device_ids
 from ...config_file import read_settings
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus
-from ...launching.environment import launcher_of
 from ...launching.processes import STOPPED, die_with_parent, num_usable_cores, stop_signals_end
 from ...training.run_files import run_lock
 from .. import CommandLine
@@ -33,8 +32,6 @@ from ..report import dotted, mean_over_seeds, read_json, read_metrics
 
 POLL_SECONDS = 0.3
 DONE = ("complete", "pruned")
-
-
 Number = Annotated[Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))]
 Choices = Annotated[list[Any], Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -66,10 +63,8 @@ class Search(BaseModel, extra="forbid"):
 
     def create_study(self, seed: int, mode: str) -> tuple[Any, dict[str, Any]]:
         """A study of optuna, which lives as long as this process, and the distributions that it draws from."""
-        try:
-            import optuna
-        except ImportError:
-            raise ConfigError("search.method=optuna: optuna is missing. Type: python -m pip install optuna") from None
+        import optuna  # the extra `optuna`
+
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         kinds, space = optuna.distributions, dict[str, Any]()
         for key, way in self.space.items():
@@ -77,7 +72,7 @@ class Search(BaseModel, extra="forbid"):
                 kind = kinds.IntDistribution if way.is_whole else kinds.FloatDistribution
                 space[key] = kind(way.low, way.high, log=way.log)
             else:
-                space[key] = kinds.CategoricalDistribution([*map(as_word, way)])
+                space[key] = kinds.CategoricalDistribution(way)
         sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # for several trials at once
         return optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler), space
 
@@ -122,11 +117,8 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
 
 def as_words(settings: dict[str, Any]) -> dict[str, str]:
     """The settings under dotted keys, with their values as they are typed."""
-    return {key: as_word(value) for key, value in dotted(settings).items()}
-
-
-def as_word(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value)
+    words = dotted(settings).items()
+    return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in words}
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -148,13 +140,12 @@ class Run:
     reason: str = ""  # the line that says why it failed
     value: float | None = None  # its best evaluation.metric
     step: int | None = None  # of that evaluation
-    trial: Any = None  # of optuna's study
 
 
 def main(line: CommandLine) -> int:
     """0 if all runs are complete (or pruned), 1 if one is not; 130 after Ctrl-C and 143 after SIGTERM."""
-    if len(line.rest) != 1 or launcher_of(os.environ) is not None:
-        raise ConfigError("sweep: takes one file and no launcher. Type: python run.py sweep SWEEP.yaml [key=value …]")
+    if len(line.rest) != 1:
+        raise ConfigError("sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]")
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
     with run_lock(runner.folder):
         runner.plan()
@@ -173,7 +164,9 @@ class SweepRunner:
         num_gpus = len(find_gpus(os.environ).visible)
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
-        config, *_ = [self.load_config(Run("run", settings)) for settings in sweep.list_settings()]
+        config, *_ = [
+            load_config(line.config_path, self.list_words(Run("run", each))) for each in sweep.list_settings()
+        ]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
         self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # one: with named GPUs, or all that are free
@@ -188,6 +181,7 @@ class SweepRunner:
         """List the runs, under the names that they had at an earlier start. The results are kept if nothing differs."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
+        self.trials: dict[str, Any] = {}
         self.runs, self.former = list[Run](), stored.get("runs", [])
         self.is_same = stored.get("config") == self.config  # otherwise each run is asked whether it is complete
         if self.search is None:
@@ -211,17 +205,14 @@ class SweepRunner:
             self.former.remove(former)
             is_done = self.is_same and former["status"] in DONE
             run = Run(**former) if is_done else Run(former["name"], settings)
-        run.trial = trial
+        self.trials[run.name] = trial  # of optuna's study
         self.runs.append(run)
         return run
-
-    def load_config(self, run: Run) -> Config:
-        return load_config(self.line.config_path, self.list_words(run))
 
     def list_words(self, run: Run) -> list[str]:
         """The settings of the run's command line."""
         words = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
-        return [*words, *(f"{key}={value}" for key, value in run.settings.items()), f"name={run.name}"]
+        return [*words, *(f"{key}={value}" for key, value in as_words(run.settings).items()), f"name={run.name}"]
 
     def run_all(self) -> int:
         """Run until no run waits; return the exit code."""
@@ -284,11 +275,12 @@ class SweepRunner:
         """Tell optuna the metric so far; return whether the run is not worth its time."""
         if self.search is None or not self.search.prune:
             return False
-        told = self.study.trials[run.trial.number].intermediate_values
+        trial = self.trials[run.name]
+        told = self.study.trials[trial.number].intermediate_values
         for line in read_metrics(self.folder / run.name).get("validation", []):
             if line["step"] not in told:
-                run.trial.report(line[self.metric], line["step"])
-        return bool(run.trial.should_prune())
+                trial.report(line[self.metric], line["step"])
+        return bool(trial.should_prune())
 
     def tell(self, run: Run) -> None:
         """Tell optuna the result of a run that is done."""
@@ -296,7 +288,8 @@ class SweepRunner:
             from optuna.trial import TrialState
 
             self.is_hopeless(run)
-            self.study.tell(run.trial, *([run.value] if run.status == "complete" else [None, TrialState.PRUNED]))
+            result = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
+            self.study.tell(self.trials[run.name], *result)
 
     def settle(self, run: Run, exit_code: int) -> None:
         """Note what became of a run."""
@@ -315,26 +308,22 @@ class SweepRunner:
         result = run.reason or ("" if run.value is None else f"{self.metric} {run.value:.4g}")
         print(f"{run.name}: {run.status} {result}".rstrip(), flush=True)
 
-    def write(self) -> list[dict[str, Any]]:
-        """Write sweep.json, and return the means over runs that differ in their seed alone, best first."""
+    def write(self) -> None:
+        """Write sweep.json: the runs, and the means over those that differ in their seed alone, best first."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
-        runs = [{key: value for key, value in vars(run).items() if key != "trial"} for run in self.runs]
-        runs += self.former  # those that the file asks for no more keep their names
+        runs = [*map(vars, self.runs), *self.former]  # those that the file asks for no more keep their names
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
         write_json(self.folder / "sweep.json", content)
-        return means
 
     def print_table(self) -> None:
-        """Print all runs, the best first, the means over seeds, and the command that evaluates the best run."""
+        """Print all runs, the best first, and the command that evaluates the best run."""
         sign = -1 if self.mode == "max" else 1
         order = sorted(self.runs, key=lambda run: math.inf if run.value is None else sign * run.value)
         print(f"\n{self.metric:>12}  {'step':>8}  run")
         for run in order:
             value = "" if run.value is None else f"{run.value:.4g}"
             print(f"{value:>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
-        for entry in (entry for entry in self.write() if entry["num_runs"] > 1):
-            settings = " ".join(f"{key}={value}" for key, value in entry["settings"].items())
-            print(f"{entry['mean']:12.4g} +- {entry['std']:.2g}  mean of {entry['num_runs']} runs  {settings}")
+        self.write()
         if order and order[0].value is not None:
             print(f"\nThe best is {order[0].name}. To evaluate it, and to look at all:")
             config_path = self.folder / order[0].name / "config.yaml"
