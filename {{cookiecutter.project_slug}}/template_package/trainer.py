@@ -222,7 +222,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the state that the config asks for: the run's last checkpoint, a file's, or none."""
         found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
-        self.begin_epochs(found.state["epoch"] if found else 0)  # first: they say which parameters have a state
+        if found is not None:  # first: the epochs so far say which parameters have a state
+            self.begin_epochs(found.state["epoch"] - (found.state["position"] == 0))
         resume(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)

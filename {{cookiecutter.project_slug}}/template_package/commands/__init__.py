@@ -51,13 +51,17 @@ class CommandLine:
         settings = read_settings(self.config_path, self.overrides)
         if self.command in ("train", "evaluate", "predict") and _has_several_ranks(settings.get("device_ids")):
             start_fork_server()  # it imports torch while this process does
-        from ..config import as_today, build_config
+        from ..config import as_today, build_config, keys_free_to_change
 
+        is_alone = launcher_of(os.environ) is None  # not every node need have the file
         stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
-        if self.command in ("evaluate", "predict") and not self.is_config_typed and stored.exists():
+        if self.command in ("evaluate", "predict") and not self.is_config_typed and is_alone and stored.exists():
             own, _ = as_today(read_settings(stored, ()))
             own |= {key: settings.get(key, {}) for key in ("launch", "loader", "evaluation")}
-            own["device_ids"] = settings.get("device_ids", "auto")
+            own |= {"device_ids": settings.get("device_ids", "auto"), "name": settings.get("name", "baseline")}
+            for section, _, key in (key.partition(".") for key in keys_free_to_change()):
+                if key in (settings.get(section) or {}):  # a folder on this machine, say
+                    own[section][key] = settings[section][key]
             settings = set_words(own, self.overrides)
         return build_config(settings)
 

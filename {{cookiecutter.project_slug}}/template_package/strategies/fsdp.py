@@ -6,6 +6,7 @@ With training.precision=bf16 or fp16 weights are gathered in 16 bits, except tho
 autocast makes of fp32 weights would stay on every rank until backward. Gradients are reduced in each micro-batch.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +23,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
+from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
 from .common import blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+logger = logging.getLogger(__name__)
 
 
 class FullyShardedStrategy(Strategy):
@@ -38,6 +41,8 @@ class FullyShardedStrategy(Strategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
+        if options.cpu_offload and self.precision == "fp16":
+            raise ConfigError("fsdp.cpu_offload=true: does not go with training.precision=fp16. Set bf16 or fp32.")
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
         offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
@@ -49,6 +54,9 @@ class FullyShardedStrategy(Strategy):
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module, of whose weights each rank now holds its part of rank 0's."""
         units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
+        if not units:
+            problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
+            logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
         dtype, norms = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision], []
         if dtype is not None:  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
             norms = [m for m in module.modules() if isinstance(m, NORMS) and m is not module and _is_alone(m, module)]

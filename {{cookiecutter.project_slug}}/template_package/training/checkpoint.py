@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
-from ..config import Config, all_keys, as_today, differing_keys, to_dict
+from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
 from ..data.loader import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
@@ -172,10 +172,9 @@ def check_same_values(
     A key that only one of them knows counts as its default: a field that model.py has gained or lost since.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
-    free = {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
     stored, changes = as_today(stored)
     lines = [line for line in differing_keys(stored, present) if wanted.match(line)]
-    if lines := [line for line in lines if line.partition(": ")[0] not in free]:
+    if lines := [line for line in lines if line.partition(": ")[0] not in keys_free_to_change()]:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
     if changes := [change for change in changes if wanted.match(change)]:
         logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
@@ -225,7 +224,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     source = f"checkpoint.initial_weights={path}"
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        for key in ("model", "state_dict", "model_state_dict"):
+        for key in ("average", "model", "state_dict", "model_state_dict"):
             content = content[key] if isinstance(content.get(key), dict) else content
         weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     except Exception as error:

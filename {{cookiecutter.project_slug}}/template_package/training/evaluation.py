@@ -30,7 +30,7 @@ from ..data.loader import (
 )
 from ..errors import ConfigError
 from ..files import write_json
-from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
+from ..launching.distributed import RankContext, all_reduce, broadcast_object, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
 from .hooks import figures_of
 from .stopping import Interrupted, beat
@@ -93,7 +93,7 @@ class Evaluator:
                 raise Interrupted
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
-            figures = figures_of(loss, outputs, batch) | {"": torch.ones_like(loss)}
+            figures = {"": torch.ones_like(loss), **figures_of(loss, outputs, batch)}
             if has_metrics and evaluate_batch is not None and not sums:
                 stack.enter_context(strategy.gathered())  # on all ranks, after their first forward pass
             if has_metrics and request.num_samples:
@@ -107,11 +107,14 @@ class Evaluator:
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.double() * weight)
         stack.close()
         strategy.evaluation_model.train()
-        *totals, total_weight = all_reduce(torch.stack([*sums.values()])).tolist()
+        of_ranks = broadcast_object(gather_objects([*sums])) if num_parts == 2 else []
+        if any(names != [*sums] for names in of_ranks):  # or the ranks would add up different things, or wait for ever
+            raise ConfigError(f"training_metrics() in model.py must return the same names on every rank: {of_ranks}.")
+        total_weight, *totals = all_reduce(torch.stack([*sums.values()])).tolist()
         means = [total / total_weight if total_weight else math.nan for total in totals]
         self._values = self._compute_over_ranks() if num_parts != 2 else {}
         numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
-        return dict(zip(sums, means, strict=False)) | numbers
+        return dict(zip([*sums][1:], means, strict=True)) | numbers
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate one micro-batch. ConfigError if evaluation.metric is not among the names that come of it."""

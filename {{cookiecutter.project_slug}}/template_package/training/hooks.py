@@ -23,6 +23,7 @@ FUNCTIONS = (
 )  # fmt: skip
 RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
 logger = logging.getLogger(__name__)
+_names: set[str] = set()  # of training_metrics(), as its first call has returned them
 
 
 def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
@@ -35,7 +36,13 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
         if not is_right or RESERVED & means.keys():
             rule = f"it must return a dict of 0-dim tensors, none of them named {', '.join(sorted(RESERVED))}"
             raise ConfigError(f"training_metrics() in model.py: {rule}.")
-        figures |= {name: value.detach() for name, value in means.items()}
+        if _names and set(means) != _names:
+            rule = "it must return the same names for every batch"
+            raise ConfigError(
+                f"training_metrics() in model.py returned {sorted(means)} after {sorted(_names)}: {rule}."
+            )
+        _names.update(means)
+        figures |= {name: value.detach().to(loss.device) for name, value in means.items()}
     return figures
 
 
@@ -61,7 +68,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
     """Call on_evaluation_end(model, log) of model.py, with the model in eval mode. An error there is a warning."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
         strategy.module.eval()
-        with generators_restored(*strategy.context.devices):
+        with generators_restored(*strategy.context.devices), strategy.gathered():
             try:
                 on_evaluation_end(strategy.evaluation_model, log)
             except Exception:

@@ -53,6 +53,19 @@ def test_wrong_training_metrics_are_refused_before_step_1(project: Project) -> N
     assert "training_metrics() in model.py: it must return" in project.run("device_ids=cpu,cpu", code=2)
 
 
+@pytest.mark.parametrize("condition", ["batch.inputs[0, 0] > 0", "torch.distributed.get_rank() == 0"])
+def test_training_metrics_with_names_that_change_are_refused(project: Project, condition: str) -> None:
+    project.append(
+        "model.py",
+        f"""
+def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {{"rare": outputs.mean()}} if {condition} else {{"error": outputs.mean()}}
+""",
+    )
+    output = project.run("device_ids=cpu,cpu", "evaluation.micro_batch_size=2", "training.micro_batch_size=1", code=2)
+    assert "the same names" in output
+
+
 def test_evaluate_batch_gives_what_metrics_see(project: Project) -> None:
     project.append(
         "model.py", "def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:\n    return batch.targets"
@@ -113,6 +126,17 @@ def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Projec
     last, repeated = (project.checkpoint(name, 21) for name in ("on2", "again"))
     torch.testing.assert_close(repeated["model"], last["model"], rtol=0, atol=0)
     torch.testing.assert_close(repeated["optimizer"]["state"], last["optimizer"]["state"], rtol=0, atol=0)
+
+
+def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) -> None:
+    """Also where the checkpoint is of the epoch's end, before the hook's call."""
+    code = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    model[2].p = 0.1 * epoch\n    model[3].bias.data.fill_(epoch)"
+    project.append("model.py", code)
+    project.run("device_ids=cpu,cpu")
+    for step in (7, 14):
+        project.rewind("run", step, f"again{step}")
+        project.run("device_ids=cpu,cpu", f"name=again{step}")
+        assert project.lines(f"again{step}") == project.lines("run")
 
 
 def test_strategy_that_cannot_train_other_parameters_later_says_so(project: Project) -> None:

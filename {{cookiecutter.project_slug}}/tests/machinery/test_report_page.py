@@ -71,7 +71,6 @@ def test_report_of_a_real_run_holds_its_numbers(project: Project) -> None:
         assert f" {number:.5g} " in page.text
     assert all(title in page.text for title in ("loss", "absolute_error", "learning_rate", "samples_per_second"))
     assert page.tags.count("svg") == 4 and "script" not in page.tags and page.addresses == []
-    assert "Resumed 0 times, asked to stop 0 times." in " ".join(page.text.split())
     assert re.search(r"optimizer.learning_rate\s+0.01\s+0.003", page.text), "value and default"
 
     assert project.run("report", "a", "b").strip() == "runs/report.html"
@@ -121,19 +120,6 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     assert [step for step in (1, 20, 300, 4000) if f"number {step}" in page.text] == [20, 300, 4000], "the newest three"
     assert page.addresses == ["data:image/png;base64," + base64.b64encode(image).decode()]
     assert "script" not in Page(tmp_path / "two.html").tags
-
-
-def test_report_counts_ends_and_continuations(tmp_path: Path) -> None:
-    directory = make_run(tmp_path, "a", seed=1, rate=0.1, loss=0.5)
-    log = "2026-01-01 10:00:00 host=x pid=1\n2026-01-01 10:00:05 saved: the same command continues\n"
-    log += "2026-01-02 11:00:00 host=x pid=2\n2026-01-02 11:00:01 resuming after step 2 of 3\n"
-    (directory / "logs" / "rank_0.log").write_text(log, encoding="utf-8")
-    write_report([directory], tmp_path / "a.html")
-    text = " ".join(Page(tmp_path / "a.html").text.split())
-    assert (
-        "From 2026-01-01 10:00:00 to 2026-01-02 11:00:01. Resumed 1 times (after step 2), asked to stop 1 times."
-        in text
-    )
 
 
 def test_run_that_has_barely_begun_has_a_report(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ import yaml
 
 from template_package.commands import CommandLine
 from template_package.commands import sweep as commands_sweep
-from template_package.commands.sweep.plan import Sweep, read_sweep
+from template_package.commands.sweep import Sweep, read_sweep
+from template_package.config import load_config
+from template_package.config_file import read_settings
 from template_package.errors import ConfigError
 from template_package.launching.devices import Gpu, Gpus
 
@@ -159,10 +161,12 @@ def test_ctrl_c_stops_all_runs_after_their_step(project: Project) -> None:
         ({"name": "s"}, "sweep.yaml: Value error, one of the keys grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "runs": [{"seed": "1"}]}, "grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "devices": "gpu"}, "devices=gpu"),
-        ({"name": "s", "grid": {"name": ["a"]}}, "names its runs itself"),
         ({"name": "s", "search": {"trials": "2", "space": {"seed": {"low": "3", "high": "1"}}}}, "low must be less"),
         ({"name": "s", "search": {"trials": "2", "space": {"model.dropout": {"low": "0", "high": "x"}}}}, "high"),
-        ({"name": "s", "search": {"trials": "2", "space": {"training.epochs": {"low": "0", "high": "9"}}}}, "epochs=0"),
+        (
+            {"name": "s", "search": {"trials": "2", "space": {"training.epochs": {"low": "-9", "high": "-1"}}}},
+            "epochs=-",
+        ),
     ],
 )
 def test_mistake_is_one_line_before_anything_starts(project: Project, content: dict[str, Any], words: str) -> None:
@@ -192,12 +196,10 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
     monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
     line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
     runner = commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {})))
-    config = runner.load_config(commands_sweep.Run("a", {"seed": "1"}))
+    config = load_config(ROOT / "config.yaml", runner.list_words(commands_sweep.Run("a", {"seed": "1"})))
     assert (runner.num_slots, config.device_ids) == expected
     assert config.launch.wait_minutes > 60 * 24, "a run waits for GPUs that others use"
     assert commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, at_once=9)).num_slots == 9
-    with pytest.raises(ConfigError, match=f"there are {num_gpus} GPUs here"):
-        commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, devices="auto:8"))
 
 
 def test_sweep_takes_one_file(project: Project) -> None:
@@ -244,7 +246,6 @@ def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> N
     assert code == 0, output
     runs = results(project)
     assert len(runs) == 4 and [*runs][: len(first)] == [*first]
-    assert [run["trial"] for run in runs.values()] == [0, 1, 2, 3]
     assert len({json.dumps(run["settings"]) for run in runs.values()}) == 4, "a second start draws other trials"
     assert sweep(project, SLOWLY)[0] == 0 and results(project) == runs
 
@@ -252,19 +253,18 @@ def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -> None:
-    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
+    pytest.importorskip("optuna", reason="optuna is not installed")
     search = {"method": "optuna", "prune": "true", "trials": "6", "space": {"optimizer.learning_rate": ["0.01"]}}
     write_sweep(project, {"name": "s", "devices": "cpu", "at_once": "1", "search": search})
-    folder = project.directory("s")
-    folder.mkdir(parents=True)
-    study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="s", direction="minimize")
-    space = {"optimizer.learning_rate": optuna.distributions.CategoricalDistribution(["0.01"])}
-    for _ in range(5):
-        trial = study.ask(space)
-        trial.report(-1.0, 7)
-        study.tell(trial, -1.0)
+    former = {"settings": {"optimizer.learning_rate": "0.01"}, "status": "pruned"}
+    for number in range(5):
+        directory = project.directory("s") / str(number)
+        directory.mkdir(parents=True)
+        line = {"split": "validation", "step": 7, "loss": -1.0}
+        (directory / "metrics.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    runs = [{"name": str(number), **former} for number in range(5)]
+    config = read_settings(project.folder / "config.yaml", ["model.seconds_per_step=0.3"])
+    (project.directory("s") / "sweep.json").write_text(json.dumps({"runs": runs, "config": config}), encoding="utf-8")
     code, output = sweep(project, "model.seconds_per_step=0.3")
     assert code == 0, output
-    runs = results(project)
-    assert [run["status"] for run in runs.values()] == ["complete"] * 5 + ["pruned"]
-    assert project.json("s", f"{[*runs][5]}/summary.json")["steps"] < 21
+    assert [run["status"] for run in results(project).values()] == ["pruned"] * 6

@@ -66,12 +66,10 @@ class MeasuredTrainer(Trainer):
         losses = all_reduce(torch.stack(self.losses).double()) / self.context.world_size
         (start, _, first_sample), (end, _, last_sample) = self.marks[:2]
         (former, former_wait, _), (last, last_wait, _) = self.marks[-2:]
-        group = dist.get_world_size() if dist.is_initialized() else 1, type(self.strategy).__module__.rpartition(".")[2]
-        ranks = gather_objects((*group, (last_wait - former_wait) / (last - former)))
-        if ranks is not None:  # rank 0
+        waiting_shares = gather_objects((last_wait - former_wait) / (last - former))
+        if waiting_shares is not None:  # rank 0
             measured = {
-                **dict(zip(("world_sizes", "strategies", "waiting_shares"), zip(*ranks, strict=True), strict=True)),
-                "is_compiled": getattr(self.strategy.module, "_compiled_call_impl", None) is not None,
+                "waiting_shares": waiting_shares,
                 "num_warm_up_steps": self.num_warm_up_steps,
                 "seconds_per_step": (end - start) / self.num_steps,
                 "samples_per_second": (last_sample - first_sample) / (end - start),

@@ -1,34 +1,71 @@
 """`python run.py doctor`: tells what breaks runs here, one line a check, with its remedy; `--json` for machines.
 
-The checks run in a process of their own (`run.py doctor checks`). This one needs neither torch nor your files and only
-waits, so it ends in time, whatever hangs there.
+The checks run in a process of their own. The one that waits for them ends in time, whatever hangs there: it needs
+neither torch nor your files, so these are imported in functions.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
+import platform
+import resource
+import shutil
+import socket
+import tempfile
 import time
+import tomllib
+import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
-from select import select
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError, one_line
+from ...files import run_directory
+from ...launching.processes import die_with_parent
 from .. import CommandLine
-from .checks import CHECKS, Finding, run_checks
 
-SECONDS = 26.0
+GIB = 2**30
+SECONDS, LINK_SECONDS = 26.0, 22.0  # of all checks, and till the end of the links after their process has started
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Finding(NamedTuple):
+    """One line of the answer. status: ok, warning (a run may work) or broken (it will not)."""
+
+    check: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+@dataclass
+class Machine:
+    """The results of some checks that later ones need. devices: as torch calls those that a run would take now."""
+
+    line: CommandLine
+    links_end_at: float
+    nvml: Any = None
+    config: Any = None  # None too if it has a mistake
+    devices: list[str] = field(default_factory=list)
+
+
+class Check(NamedTuple):
+    """remedy: for its findings without one of their own, and if it fails or hangs itself."""
+
+    name: str
+    find: Callable[[Machine], Iterator[Finding]]
+    remedy: str
 
 
 def main(line: CommandLine) -> int:
     """0, or 1 if something is broken."""
-    if line.rest == ["checks"]:
-        return run_checks(line)
     if line.rest not in ([], ["--json"]):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value.")
     findings = []
@@ -46,28 +83,177 @@ def main(line: CommandLine) -> int:
 
 
 def _consult(line: CommandLine) -> Iterator[Finding]:
-    """The findings, each check's as soon as they are there; the check that hangs, and those that it kept waiting."""
+    """The findings, each check's as soon as they are there, up to a check that hangs."""
+    os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # a lost name service would take all the time
     deadline = time.monotonic() + SECONDS
-    script = Path(__file__).parents[3] / "run.py"
-    process = subprocess.Popen(
-        [sys.executable, str(script), "doctor", "checks", "--config", str(line.config_path), *line.overrides],
-        env=os.environ | {"RES_OPTIONS": "timeout:2 attempts:1"},  # a lost name service would take all the time
-        stdout=subprocess.PIPE,
-        bufsize=0,  # select() does not see what a buffer holds
-        start_new_session=True,
-    )
-    assert process.stdout is not None
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_checks, args=(line, sender))
+    process.start()
+    sender.close()  # or the end of that process would not be the end of its answers
+    for check in CHECKS:
+        try:
+            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+                raise EOFError
+            yield from receiver.recv()
+        except EOFError:
+            reason = f"no answer within {SECONDS:g} s, or the process that checks it has died"
+            yield Finding(check.name, "broken", reason, check.remedy)
+            break
+    process.kill()  # no wait: a process that waits for a dead disk does not even die
+
+
+def run_checks(line: CommandLine, answers: Connection) -> None:
+    """Make all checks, and send the findings of each."""
+    os.setsid()  # Ctrl-C ends the process that waits, and with it this one
+    os.dup2(2, 1)  # the words of model.py and of libraries go to stderr
+    die_with_parent()
+    machine = Machine(line, time.monotonic() + LINK_SECONDS)
+    for check in CHECKS:
+        try:
+            findings = list(check.find(machine))
+        except ConfigError as error:
+            detail, _, remedy = str(error).splitlines()[0].partition(". ")
+            findings = [Finding(check.name, "broken", detail, remedy)]
+        except (Exception, SystemExit) as error:
+            findings = [Finding(check.name, "broken", describe(error))]
+            traceback.print_exc()
+        answers.send([f._replace(remedy="" if f.status == "ok" else f.remedy or check.remedy) for f in findings])
+
+
+def check_versions(_: Machine) -> Iterator[Finding]:
+    """Python and the libraries against pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    project, problems = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"], {}
+    wanted = [f"python{project['requires-python']}", *project["dependencies"]]
+    for name, specifier in ((entry.name, entry.specifier) for entry in map(Requirement, wanted)):
+        try:
+            found = platform.python_version() if name == "python" else version(name)
+            if not specifier.contains(found, prereleases=True):
+                problems[name] = f"{name} is {found}, {specifier} wanted"
+        except PackageNotFoundError:
+            problems[name] = f"{name} is missing"
+    status = "broken" if problems.keys() & {"python", "torch"} else "warning" if problems else "ok"
+    yield Finding("versions", status, "; ".join(problems.values()) or f"{len(wanted)} as {PYPROJECT.name} wants them")
+
+
+def check_shared_memory(_: Machine) -> Iterator[Finding]:
+    """/dev/shm, through which loader workers hand over batches and NCCL the data of GPUs without a link."""
+    size = shutil.disk_usage("/dev/shm")
+    detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
+    yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
+
+
+def check_open_files(_: Machine) -> Iterator[Finding]:
+    """The number of files that a process may have open: loader workers hand over each tensor as one."""
+    limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    status = "ok" if limit == resource.RLIM_INFINITY else _grade(limit, fine=1024, enough=256)
+    yield Finding("open files", status, f"at most {limit}")
+
+
+def check_hostname(_: Machine) -> Iterator[Finding]:
+    """The address of the host's name: torchrun and SLURM let nodes meet by their names."""
+    name = socket.gethostname()
     try:
-        for number, check in enumerate(CHECKS, start=1):
-            is_answered, *_ = select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            answer = process.stdout.readline() if is_answered else b""
-            yield from (Finding(*finding) for finding in json.loads(answer or b"[]"))
-            if not answer:
-                reason = "the process that checks it has died" if is_answered else f"no answer within {SECONDS:g} s"
-                yield Finding(check.name, "broken", reason, check.remedy)
-                if others := ", ".join(other.name for other in CHECKS[number:]):
-                    yield Finding("the rest", "warning", f"not checked: {others}", f"Mend {check.name} first.")
-                return
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # no wait: a process that waits for a dead disk does not even die
+        yield Finding("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
+    except OSError as error:
+        yield Finding("hostname", "warning", f"{name} has no address ({error.strerror})")
+
+
+def check_disk(_: Machine) -> Iterator[Finding]:
+    """The space where runs/ lies, or will lie."""
+    runs = run_directory("any").parent
+    folder = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        file.write(bytes(2**20))
+    free = shutil.disk_usage(folder).free
+    yield Finding("disk", _grade(free, fine=5 * GIB, enough=0), f"{folder} has {free / GIB:.1f} GiB free")
+
+
+def check_torch(_: Machine) -> Iterator[Finding]:
+    """The import of torch."""
+    import torch
+
+    yield Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+
+
+def check_config(machine: Machine) -> Iterator[Finding]:
+    """The config, and with it the import of model.py and dataset.py."""
+    machine.config = machine.line.load_config()
+    yield Finding("config", "ok", f"name={machine.config.name}, strategy={machine.config.strategy}")
+
+
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    """The driver, whether torch sees its GPUs, and the free memory of each."""
+    import torch
+
+    from ...launching.devices import find_gpus, gpu_table
+
+    gpus = find_gpus(os.environ, machine.nvml)
+    num_seen = torch.cuda.device_count()
+    problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
+    is_harmless = problem.startswith("NVML: ") if gpus.present else not DRIVER.exists()  # Jetson, AMD; no GPU
+    status, remedy = "ok" if is_harmless or not problem else "broken", ""
+    if problem.startswith("CUDA_VISIBLE_DEVICES"):
+        status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
+    elif not (torch.version.cuda or torch.version.hip):
+        remedy = "Type: python -m pip install --force-reinstall torch --index-url URL, URL from pytorch.org/get-started"
+    detail = f"{len(gpus.visible)} of {len(gpus.present)} GPUs can be used{f' ({problem})' if problem else ''}"
+    yield Finding("driver", status, detail, remedy)
+    minimum = machine.config.launch.min_free_memory_gib * GIB if machine.config else 0.0
+    remedy = "Wait for it, choose others by device_ids, or lower launch.min_free_memory_gib."
+    for gpu, text in zip(gpus.present, gpu_table(gpus, dict.fromkeys(gpus.visible, "")), strict=True):
+        name, _, detail = text.partition("  ")
+        yield Finding(name, "warning" if gpu.free_memory < minimum else "ok", detail, remedy)
+
+
+def check_devices(machine: Machine) -> Iterator[Finding]:
+    """The devices that a run would take now. Their locks are released at once."""
+    if machine.config is None:
+        return
+    from ...launching.devices import find_gpus, take_devices
+
+    launch = replace(machine.config.launch, wait_minutes=0.0)
+    names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
+    machine.devices, gpus = names, find_gpus(os.environ, machine.nvml)
+    told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if name != "cpu" else name for name in names]
+    warnings = [note for note in notes if note.startswith("no GPU") or note.endswith("too")] if gpus.present else []
+    yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
+
+
+def check_links(machine: Machine) -> Iterator[Finding]:
+    """A real all-reduce between each two of those GPUs, and between two CPU ranks: GPU ranks meet by gloo too."""
+    if machine.config is None:
+        return
+    from .links import measure_pairs
+
+    devices = [*(name for name in dict.fromkeys(machine.devices) if name != "cpu"), "cpu", "cpu"]
+    remedy = "If it works with NCCL_P2P_DISABLE=1, switch off ACS or IOMMU in the BIOS; until then runs need it too."
+    for (first, second), result in measure_pairs(devices, machine.config.launch, machine.links_end_at).items():
+        name = "gloo" if devices[first] == "cpu" else f"{devices[first]} and {devices[second]}"
+        status = "ok" if result.endswith("GiB/s") else "broken"
+        yield Finding(name, status, f"all-reduce: {result}", "" if name == "gloo" else remedy)
+
+
+CHECKS = (
+    Check("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
+    Check("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
+    Check("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
+    Check("hostname", check_hostname, "Add a line with its address (one node: 127.0.1.1) and its name to /etc/hosts."),
+    Check("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
+    Check("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
+    Check("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
+    Check("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
+    Check("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
+    Check("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
+)
+
+
+def describe(error: BaseException) -> str:
+    """`ImportError: no such file`, shortened."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _grade(value: float, *, fine: float, enough: float) -> str:
+    return "ok" if value >= fine else "warning" if value >= enough else "broken"

@@ -18,7 +18,7 @@ from ...launching.distributed import RankContext, join_group, leave_group, set_c
 from ...launching.environment import choose_interface
 from ...launching.launcher import serve_local_store
 from ...launching.processes import die_with_parent, end_process
-from .checks import describe
+from . import describe
 
 NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
 NO_ANSWER = "no answer in time (or one of the two hangs in another pair)"
@@ -37,12 +37,12 @@ def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> 
     with suppress(dist.DistError):  # some do not answer in time
         patience = timedelta(seconds=max(0.1, deadline - time.monotonic()))
         store.wait([f"{pair} {rank}" for pair in pairs for rank in pair], patience)
-    results = {}
+    results = dict[tuple[int, int], str]()
     for pair in alike:
-        keys = [f"{pair} {rank}" for rank in pair]
-        answers = [store.get(key).decode() if store.check([key]) else NO_ANSWER for key in keys]
-        # An error first, then silence, then a speed.
-        results[pair] = min(answers, key=lambda answer: (answer.endswith("GiB/s"), answer == NO_ANSWER))
+        for key in (f"{pair} {rank}" for rank in pair):
+            answer = store.get(key).decode() if store.check([key]) else NO_ANSWER
+            if results.get(pair, "GiB/s").endswith("GiB/s"):  # a problem stands before a speed
+                results[pair] = answer
     for process in ranks.processes:
         process.kill()
     return results
@@ -51,35 +51,25 @@ def measure_pairs(devices: list[str], launch: LaunchConfig, deadline: float) -> 
 def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launch: LaunchConfig, port: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
-    store, device, problem = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank]), ""
-    try:
-        choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
-        ones = torch.ones(NUM_FLOATS, device=device)
-    except Exception as error:
-        problem = f"{device}: {describe(error)}"
-    store.set(f"problem {rank}", problem)
+    store, device = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank])
     for pair in (pair for pair in pairs if rank in pair):
-        answer = "; ".join(filter(None, (store.get(f"problem {member}").decode() for member in pair)))
-        if not answer:  # with a problem, the other rank would not come
-            own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
-            backend = "gloo" if device.type == "cpu" else launch.backend
+        own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
+        try:
             set_context(own)
-            try:
-                join_group(own, backend, timedelta(minutes=1))  # it will be killed before
-                answer = _all_reduce(ones.clone())
-                leave_group()
-            except Exception as error:
-                answer = describe(error)
+            choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
+            backend = "gloo" if device.type == "cpu" else launch.backend
+            join_group(own, backend, timedelta(minutes=1))  # it will be killed before
+            values = torch.ones(NUM_FLOATS, device=device)
+            dist.all_reduce(values)  # the first one makes the connections
+            values[0].item()  # waits for the GPU
+            started_at = time.perf_counter()
+            for _ in range(NUM_TIMES):
+                dist.all_reduce(values)
+            is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
+            speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
+            answer = f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"
+        except Exception as error:
+            answer = f"{device}: {describe(error)}"
         store.set(f"{pair} {rank}", answer)
+        leave_group()
     end_process(0)
-
-
-def _all_reduce(values: torch.Tensor) -> str:
-    dist.all_reduce(values)  # the first one makes the connections
-    values[0].item()  # waits for the GPU
-    started_at = time.perf_counter()
-    for _ in range(NUM_TIMES):
-        dist.all_reduce(values)
-    is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
-    speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
-    return f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"
