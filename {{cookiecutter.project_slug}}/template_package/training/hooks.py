@@ -37,9 +37,9 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
             rule = f"it must return a dict of 0-dim tensors, none of them named {', '.join(sorted(RESERVED))}"
             raise ConfigError(f"training_metrics() in model.py: {rule}.")
         if _names and set(means) != _names:
-            rule = "it must return the same names for every batch"
+            change = f"{sorted(_names)}, then {sorted(means)}"
             raise ConfigError(
-                f"training_metrics() in model.py returned {sorted(means)} after {sorted(_names)}: {rule}."
+                f"training_metrics() in model.py returned {change}. Return the same names for every batch."
             )
         _names.update(means)
         figures |= {name: value.detach().to(loss.device) for name, value in means.items()}

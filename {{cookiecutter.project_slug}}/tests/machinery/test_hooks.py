@@ -130,8 +130,8 @@ def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Projec
 
 def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) -> None:
     """Also where the checkpoint is of the epoch's end, before the hook's call."""
-    code = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    model[2].p = 0.1 * epoch\n    model[3].bias.data.fill_(epoch)"
-    project.append("model.py", code)
+    hook = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    model[2].p = 0.1 * epoch\n"
+    project.append("model.py", f"{hook}    model[3].bias.data.fill_(epoch)")
     project.run("device_ids=cpu,cpu")
     for step in (7, 14):
         project.rewind("run", step, f"again{step}")
