@@ -220,10 +220,9 @@ class Trainer:
             beat()
 
     def resume(self) -> None:
-        """Load the state that the config asks for: the run's last checkpoint, a file's, or none."""
+        """Load the run's last checkpoint, a file's, or none. The epochs so far begin first: they may thaw parameters."""
         found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
-        if found is not None:  # first: the epochs so far say which parameters have a state
-            self.begin_epochs(found.state["epoch"] - (found.state["position"] == 0))
+        self.begin_epochs(found.state["epoch"] - (found.state["position"] == 0) if found else 0)
         resume(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
