@@ -220,7 +220,7 @@ class Trainer:
             beat()
 
     def resume(self) -> None:
-        """Load the run's last checkpoint, a file's, or none. The epochs so far begin first: they may thaw parameters."""
+        """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
         found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
         self.begin_epochs(found.state["epoch"] - (found.state["position"] == 0) if found else 0)
         resume(found, self.strategy, self.progress, self.config, self.average)

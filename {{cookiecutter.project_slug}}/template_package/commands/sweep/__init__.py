@@ -15,10 +15,12 @@ import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from shutil import get_terminal_size
 from types import NoneType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from tqdm import tqdm
 
 from ...config import load_config, parse_device_ids
 from ...config_file import read_settings
@@ -61,8 +63,8 @@ class Search(BaseModel, extra="forbid"):
     method: Literal["random", "optuna"] = "random"
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
-    def create_study(self, seed: int, mode: str) -> tuple[Any, dict[str, Any]]:
-        """A study of optuna, which lives as long as this process, and the distributions that it draws from."""
+    def open_study(self, folder: Path, seed: int, mode: str) -> tuple[Any, dict[str, Any]]:
+        """The study of optuna in the folder's study.db, and the distributions that it draws from."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -73,8 +75,11 @@ class Search(BaseModel, extra="forbid"):
                 space[key] = kind(way.low, way.high, log=way.log)
             else:
                 space[key] = kinds.CategoricalDistribution(way)
-        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # for several trials at once
-        return optuna.create_study(direction="maximize" if mode == "max" else "minimize", sampler=sampler), space
+        options: dict[str, Any] = {"direction": f"{mode}imize", "study_name": "sweep", "load_if_exists": True}
+        study = optuna.create_study(storage=f"sqlite:///{folder.absolute()}/study.db", **options)
+        # The same seed would draw the trials of an earlier start again. The liar is for several trials at once.
+        study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
+        return study, space
 
 
 class Sweep(BaseModel, extra="forbid"):
@@ -188,11 +193,14 @@ class SweepRunner:
             for settings in self.sweep.list_settings():
                 self.add(settings)
             return
-        seed = self.sweep.seed + len(self.former)  # the same seed would draw the trials of the first start again
-        self.study, self.space = self.search.create_study(seed, self.mode)
-        for former in [*self.former]:
-            self.study.enqueue_trial(former["settings"])
-            self.tell(self.add(former["settings"], self.study.ask(self.space)))
+        from optuna.trial import Trial
+
+        self.study, self.space = self.search.open_study(self.folder, self.sweep.seed, self.mode)
+        for trial in self.study.trials:
+            run = self.add(trial.params, Trial(self.study, trial._trial_id))
+            if trial.state.is_finished() and run.status not in DONE:
+                self.settle(run, exit_code=0)  # a kill came between the study and sweep.json
+            self.tell(run)
 
     def add(self, settings: dict[str, Any], trial: Any = None) -> Run:
         """The run with these settings, under its former name or a new one. It waits for a slot unless it is done."""
@@ -216,11 +224,13 @@ class SweepRunner:
 
     def run_all(self) -> int:
         """Run until no run waits; return the exit code."""
+        bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
         try:
             with stop_signals_end():
                 while self.fill_slots():
                     time.sleep(POLL_SECONDS)
                     for slot, (run, process) in [*self.running.items()]:
+                        bars[slot].set_description_str(self.describe(run)[: get_terminal_size().columns - 1])
                         if run.status == "running" and self.is_hopeless(run):
                             run.status = "pruned"
                             process.terminate()
@@ -228,16 +238,24 @@ class SweepRunner:
                             del self.running[slot]
                             self.settle(run, process.returncode)
         except StopRun as stop:
-            print("asked to stop: each run saves after its step (Ctrl-C again: at once)")
+            tqdm.write("asked to stop: each run saves after its step (Ctrl-C again: at once)")
             for _, process in self.running.values():
                 process.terminate()
             for run, process in self.running.values():
                 self.settle(run, process.wait())
             return stop.code
         finally:
+            for bar in bars:
+                bar.close()
             for _, process in self.running.values():
                 process.kill()  # those that a second Ctrl-C found running
         return int(any(run.status not in DONE for run in self.runs))
+
+    def describe(self, run: Run) -> str:
+        """Its step, time left and last metrics, from its log."""
+        log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        place, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
+        return ", ".join([run.name, *(place[-1] if place else ()), *metrics[-1:]])
 
     def fill_slots(self) -> bool:
         """Start waiting runs in free slots; return whether any run is running."""
@@ -262,7 +280,7 @@ class SweepRunner:
                 os.sched_setaffinity(0, cores[slot :: self.num_slots] or cores)
 
         path = self.folder / f"{run.name}.log"
-        print(f"{run.name}: begins, see {path}", flush=True)
+        tqdm.write(f"{run.name}: begins, see {path}")
         with path.open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, str(script), "--config", str(self.line.config_path), *self.list_words(run)],
@@ -284,12 +302,15 @@ class SweepRunner:
 
     def tell(self, run: Run) -> None:
         """Tell optuna the result of a run that is done."""
-        if self.search is not None and run.status in DONE:
-            from optuna.trial import TrialState
+        if self.search is None or run.status not in DONE:
+            return
+        from optuna.trial import TrialState
 
+        trial = self.trials[run.name]
+        if not self.study.trials[trial.number].state.is_finished():
             self.is_hopeless(run)
             result = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
-            self.study.tell(self.trials[run.name], *result)
+            self.study.tell(trial, *result)
 
     def settle(self, run: Run, exit_code: int) -> None:
         """Note what became of a run."""
@@ -306,7 +327,7 @@ class SweepRunner:
             run.reason = lines[-1] if lines else f"exit code {exit_code}"
         self.tell(run)
         result = run.reason or ("" if run.value is None else f"{self.metric} {run.value:.4g}")
-        print(f"{run.name}: {run.status} {result}".rstrip(), flush=True)
+        tqdm.write(f"{run.name}: {run.status} {result}".rstrip())
 
     def write(self) -> None:
         """Write sweep.json: the runs, and the means over those that differ in their seed alone, best first."""
