@@ -256,7 +256,7 @@ def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -
     pytest.importorskip("optuna", reason="optuna is not installed")
     search = {"method": "optuna", "prune": "true", "trials": "6", "space": {"optimizer.learning_rate": ["0.01"]}}
     write_sweep(project, {"name": "s", "devices": "cpu", "at_once": "1", "search": search})
-    former = {"settings": {"optimizer.learning_rate": "0.01"}, "status": "pruned"}
+    former = {"settings": {"optimizer.learning_rate": "0.01"}, "status": "complete", "value": -1.0}
     for number in range(5):
         directory = project.directory("s") / str(number)
         directory.mkdir(parents=True)
@@ -267,4 +267,4 @@ def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -
     (project.directory("s") / "sweep.json").write_text(json.dumps({"runs": runs, "config": config}), encoding="utf-8")
     code, output = sweep(project, "model.seconds_per_step=0.3")
     assert code == 0, output
-    assert [run["status"] for run in results(project).values()] == ["pruned"] * 6
+    assert [run["status"] for run in results(project).values()] == ["complete"] * 5 + ["pruned"]

@@ -6,6 +6,7 @@ All of it comes from the files of the runs. page.html lays it out and escapes it
 import base64
 import io
 import json
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
@@ -121,7 +122,8 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 def draw_all(directories: Sequence[Path]) -> list[str]:
     """An <svg> for each figure in metrics.jsonl: of one run, its splits together; of several, the runs."""
     figures: dict[str, Figure] = {}
-    with matplotlib.rc_context(DRAWING):
+    with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
         for index, directory in enumerate(directories):
             for place, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):
@@ -132,7 +134,7 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
                     steps, values = zip(*((line["step"], line[key]) for line in lines if key in line), strict=True)
                     color, line_style = COLORS[style % len(COLORS)], LINES[style % len(LINES)]
                     marker = "." if len(steps) == 1 else ""
-                    figures[title].axes[0].plot(steps, values, marker, color=color, linestyle=line_style, label=split)
+                    figures[title].axes[0].plot(steps, values, marker=marker, color=color, ls=line_style, label=split)
         return [save(figure, has_legend=len(directories) == 1) for figure in figures.values()]
 
 
