@@ -78,7 +78,7 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
-    assert strategies == {"__init__.py", "base.py", "numerics.py", "state.py", "ddp.py", "data_parallel.py", "fsdp.py"}
+    assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
 
 @pytest.mark.parametrize("example", ["stub", "text"])
