@@ -173,8 +173,11 @@ def _check_alike(config: Config, context: RankContext) -> None:
     own["digest of all sources"] = hashlib.sha256(sources).hexdigest()
     context.store.set(f"alike/{context.rank}", json.dumps(own))  # no collective: CPU and GPU ranks share no backend
     first, *others = (json.loads(context.store.get(f"alike/{rank}")) for rank in range(context.world_size))
+    context.store.set(f"alike/read/{context.rank}", "")
     for rank, other in enumerate(others, start=1):
         if lines := differing_keys(first, other):
+            if context.is_main:  # the store may end with this process: the others read first
+                context.store.wait([f"alike/read/{rank}" for rank in range(context.world_size)])
             raise ConfigError(f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike.")
 
 
