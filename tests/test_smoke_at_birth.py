@@ -241,11 +241,11 @@ def test_time_out_ends_real_training(template: Path, tmp_path: Path, mark: str) 
 
 BROKEN_RESUME = """
 
-_find_state = find_state
+_read_state = read_state
 
 
-def find_state(*arguments, **options):
-    found = _find_state(*arguments, **options)
+def read_state(*arguments, **options):
+    found = _read_state(*arguments, **options)
     {line}
     return found
 """
