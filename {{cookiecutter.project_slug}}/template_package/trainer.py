@@ -162,7 +162,7 @@ class Trainer:
         every = config.training.check_replicas_every_steps
         if self.clock.end_first_step() or (every and progress.step % every == 0):
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
-        if progress.is_epoch_end or progress.step % config.logging.every_steps == 0:
+        if self.is_next_logged:  # as it was asked before this step
             self.log(means, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
         is_last = progress.step == self.total_steps

@@ -85,7 +85,7 @@ def _class_id(record: Any, label_names: list[str]) -> int:
 
 
 Records = Iterator[tuple[str, Any]]
-"""Where each record stands, and the record, or the ValueError that reading it has raised."""
+"""Position of each record, and the record, or the ValueError that reading it has raised."""
 
 
 def _read_json(content: str) -> Records:

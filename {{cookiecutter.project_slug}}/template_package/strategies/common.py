@@ -1,4 +1,4 @@
-"""What all strategies share: precision, activation checkpointing, and how ranks receive rank 0's state."""
+"""Functions for all strategies: precision, activation checkpointing, and handing out rank 0's state."""
 
 from collections.abc import Iterator
 from dataclasses import replace

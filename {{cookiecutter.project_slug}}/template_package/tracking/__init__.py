@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: metrics.jsonl, the progress bar, pictures, trackers, and a log for each rank.
+"""Shows and records a run while it goes on: metrics.jsonl, progress bar, pictures, trackers, a log for each rank.
 
 A tracker is a file of this folder with a class `Tracker`. print() and warnings are caught on rank 0 in Python; on the
 other ranks the file descriptors are redirected, so that C++ and NCCL write to the log too.

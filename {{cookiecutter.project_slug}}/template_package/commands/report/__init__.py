@@ -75,7 +75,7 @@ def show(value: Any) -> str:
 
 
 def describe_run(directory: Path) -> dict[str, Any]:
-    """What the report shows of one run, besides the curves."""
+    """Collect the contents of one run's report, besides the curves."""
     default = {}
     with suppress(ConfigError):  # a field of model.py or dataset.py without a default
         default = dotted(to_dict(build_config({})))
@@ -97,7 +97,7 @@ def describe_run(directory: Path) -> dict[str, Any]:
 
 
 def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
-    """What the report shows of several runs, besides the curves: their differences, and means over seeds."""
+    """Collect the differences between several runs, and means over seeds, for their report."""
     configs, runs = [*map(read_config, directories)], []
     all_keys = dict.fromkeys(key for key in chain(*configs) if key != "name")
     keys = [key for key in all_keys if len({one_line(config.get(key)) for config in configs}) > 1]

@@ -1,4 +1,4 @@
-"""Which parameters get a gradient in a step, on this rank: DeepSpeed takes a missing one for zeros, or for another's.
+"""Finds parameters that get a gradient on this rank: DeepSpeed takes a missing one for zeros, or for another's.
 
 The answer comes before the backward pass is over. So a rank with a gradient missing fails before it shares others.
 """
