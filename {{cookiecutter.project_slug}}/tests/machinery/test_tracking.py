@@ -338,11 +338,12 @@ def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> 
     pytest.importorskip("matplotlib").use("agg")
     from matplotlib import pyplot
 
+    open_before = pyplot.get_fignums()  # of earlier tests in this process
     for is_main in (True, False):
         tracking = open_tracking(tmp_path, 0, 9, is_main=is_main)
         figure, _ = pyplot.subplots(figsize=(2, 1), dpi=50)
         tracking.log(3).figure("curve", figure)
-        assert pyplot.get_fignums() == []
+        assert pyplot.get_fignums() == open_before
         tracking.close()
     assert [*read_media(tmp_path)] == ["step_00000003_curve.png"]
     assert Image.open(tmp_path / "media" / "step_00000003_curve.png").size == (100, 50)
