@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from . import model as user_model
-from .config_file import OTHER_VALUES, available_files, our_word, read_settings
+from .config_file import available_files, other_words, our_word, read_settings
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
@@ -213,7 +213,7 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
 
 def _close(value: str, values: Sequence[str]) -> str | None:
     """The one of `values` that is meant: by the word that another tool has for it, or by its spelling."""
-    meant = [ours for ours, others in OTHER_VALUES.items() if ours in values and value in others.split()]
+    meant = [ours for ours, others in other_words()["values"].items() if ours in values and value in others.split()]
     return next(iter(meant or get_close_matches(value, values, n=1)), None)
 
 

@@ -11,42 +11,11 @@ import yaml
 
 from .errors import ConfigError, one_line
 
-OTHER_WORDS = {
-    "training.global_batch_size": "batch_size bs train_batch_size per_device_train_batch_size",
-    "training.micro_batch_size=N": "accumulate_grad_batches accumulate_step gradient_accumulation_steps grad_accum",
-    "training.epochs": "num_epochs max_epochs n_epochs num_train_epochs",
-    "training.max_steps": "max_iters num_steps total_steps num_iterations",
-    "training.precision=bf16": "amp use_amp fp16 bf16 mixed_precision",
-    "training.max_gradient_norm": "gradient_clip_val max_grad_norm grad_clip clip_grad",
-    "training.sync_batchnorm": "sync_bn",
-    "training.activation_checkpointing": "gradient_checkpointing grad_checkpointing",
-    "training.ema_decay": "ema",
-    "training.early_stopping_epochs": "early_stopping",
-    "optimizer.learning_rate": "lr base_lr max_lr",
-    "optimizer.weight_decay": "wd",
-    "optimizer.name": "optim opt",
-    "schedule.name": "scheduler sched lr_scheduler lr_scheduler_type",
-    "schedule.warmup_steps": "warmup warmup_ratio num_warmup_steps",
-    "device_ids": "gpu gpu_id gpu_ids device cuda_visible_devices",
-    "device_ids=auto:{}": "gpus num_gpus n_gpu ngpu devices nproc nproc_per_node local_world_size world_size",
-    "launch.nodes": "nnodes num_nodes n_nodes",
-    "launch.node_rank": "nr machine_rank",
-    "launch.master_addr": "dist_url main_process_ip",
-    "launch.master_port": "port main_process_port",
-    "loader.num_workers": "workers dataloader_num_workers",
-    "checkpoint.resume": "resume_from resume_from_checkpoint ckpt_path",
-    "checkpoint.initial_weights": "pretrained init_from",
-    "logging.tracker": "logger report_to",
-    "logging.every_steps": "log_interval log_every_n_steps logging_steps print_freq",
-    "seed": "seed_everything random_seed manual_seed",
-    "name": "run_name exp_name experiment output_dir",
-}
-"""Our key, with a value if that differs too: the words that other tools use for it."""
-OTHER_VALUES = {
-    "data_parallel": "dp", "ddp": "ddp_spawn ddp_notebook ddp_find_unused_parameters_true distributed",
-    "fsdp": "zero zero2 zero3 full_shard deepspeed_stage_2 deepspeed_stage_3", "fp16": "16 16-mixed half float16",
-    "bf16": "bf16-mixed bfloat16", "fp32": "32 32-true float32", "auto": "cuda gpu all -1",
-}  # fmt: skip
+
+def other_words() -> dict[str, dict[str, str]]:
+    """Our keys and values, each with the words that other tools use for it."""
+    words: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes())
+    return words
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
@@ -58,7 +27,7 @@ def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
 def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]
-    ours = next((ours for ours, others in OTHER_WORDS.items() if name in others.split()), None)
+    ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 

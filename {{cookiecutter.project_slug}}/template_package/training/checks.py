@@ -20,7 +20,6 @@ from ..strategies.base import Strategy
 from .hooks import figures_of
 
 logger = logging.getLogger(__name__)
-_PART = 2**20
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
@@ -157,21 +156,11 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
     """RuntimeError, on every rank, that names the first tensor which is not the same to the bit on all of them."""
     if not tensors:
         return
-    sums = torch.stack([_checksum(tensor).to(device) for tensor in tensors.values()])
+    whole = [torch.view_as_real(t) if t.is_complex() else t for t in map(Tensor.detach, tensors.values())]
+    sums = torch.stack([torch.hash_tensor(tensor).view(torch.int64).to(device) for tensor in whole])
     # Two's complement: the largest of -x is minus the smallest of x, so one MAX compares both ends.
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
     for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
             remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
             raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar: the sum of the bytes, each weighted by its position (any one flipped bit changes it)."""
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    # Odd factors: a flipped bit is not lost when int64 overflows.
-    factors = torch.arange(min(_PART, len(content)), device=content.device) * 2 + 1
-    total = torch.zeros((), dtype=torch.int64, device=content.device)
-    for part in torch.split(content, _PART):  # as int64 a large embedding would take eight times its size
-        total = total * 31 + (part * factors[: len(part)]).sum()
-    return total
