@@ -76,5 +76,5 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Count one evaluated micro-batch; torchmetrics adds the counts of all ranks."""
+    """Count one evaluated micro-batch of this rank; the trainer adds up the ranks."""
     metrics.update(outputs, batch.targets)

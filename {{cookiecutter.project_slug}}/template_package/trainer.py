@@ -94,7 +94,7 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    if self.begin_epochs(self.progress.epoch):
+                    if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
                         self.loader.start(self.progress.epoch, 0)
                     means, gradient_norm = self.train_step()
@@ -129,8 +129,8 @@ class Trainer:
         return memory
 
     def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step, which does not wait for the device. Returns this rank's parts of the loss and, if it is
-        logged, of training_metrics() (their mean over ranks is the global batch's), and the norm of clipped gradients.
+        """One optimizer step, which does not wait for the device. Returns the weighted sums of this rank's loss and, on
+        logged steps, training_metrics() (their means over ranks are the global batch's); and the norm before clipping.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -162,7 +162,7 @@ class Trainer:
         every = config.training.check_replicas_every_steps
         if self.clock.end_first_step() or (every and progress.step % every == 0):
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
-        if self.is_next_logged:  # as it was asked before this step
+        if self.is_next_logged:  # decided before the step, since train_step() needs it
             self.log(means, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
         is_last = progress.step == self.total_steps
@@ -222,7 +222,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
         found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
-        self.begin_epochs(found.state["epoch"] - (found.state["position"] == 0) if found else 0)
+        if found is not None:  # the epoch of the last step
+            self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
         resume(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)

@@ -30,11 +30,11 @@ PADDING, UNKNOWN, FIRST = 0, 1, 2
 class DataConfig:
     """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
 
-    train_file: str = "sentences.json"
-    """Rows of a text and a label. Relative paths begin in the folder of run.py."""
-    validation_file: str | None = None
+    train_file: str = field(default="sentences.json", metadata={"decisive": False})
+    """Rows of a text and a label. Relative paths begin in the folder of run.py. The file may move during a run."""
+    validation_file: str | None = field(default=None, metadata={"decisive": False})
     """None: what train_fraction leaves of train_file."""
-    test_file: str | None = None
+    test_file: str | None = field(default=None, metadata={"decisive": False})
     train_fraction: float = 0.8
     split_seed: int = 0
     """Orders train_file before it is split; not the run's seed, so that runs with other seeds see the same split."""

@@ -45,9 +45,9 @@ _takes_module = sum(parameter.default is parameter.empty for parameter in _param
 
 @dataclass(slots=True)
 class Request:
-    """A micro-batch to read: `num_samples` of `indices` count, with `weight` in the step's loss.
+    """The samples of one micro-batch, and its `weight` in the step's loss. `num_samples` of them count: 0 or all.
 
-    No tuple: torch's pinning would look at each index in search of tensors.
+    Not a tuple: torch's pinning would look at each index in search of tensors.
     """
 
     epoch: int
@@ -179,13 +179,13 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """This rank's micro-batches of a global batch."""
         world_size, size = self._context.world_size, len(global_batch)
-        # As many pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A rank without
-        # samples for a piece runs one with weight 0.
+        # The same number of pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A
+        # rank without samples for a piece runs one with weight 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = cut_evenly(global_batch, world_size)[self._context.rank]
         for number, piece in enumerate(cut_evenly(share, num_pieces), start=1):
-            weight = len(piece) * world_size / size  # 3 and 4 of 7: 6/7 and 8/7; DDP's mean makes 3/7 and 4/7 of them
+            weight = len(piece) * world_size / size  # 3 and 4 of 7 samples: 6/7 and 8/7; DDP halves them
             draws = piece or global_batch[:1]
             indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces)

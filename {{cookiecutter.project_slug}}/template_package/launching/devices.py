@@ -26,7 +26,7 @@ from ..errors import ConfigError, one_line
 GIB = 2**30
 LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
 POLL_SECONDS = 3.0
-WHEELS = {12: "https://download.pytorch.org/whl/cu126", 11: "https://download.pytorch.org/whl/cu118"}  # by CUDA version
+WHEELS = {12: "https://download.pytorch.org/whl/cu126"}  # by the CUDA version of the driver
 
 
 @dataclass(frozen=True)

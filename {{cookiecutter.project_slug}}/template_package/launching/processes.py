@@ -23,7 +23,7 @@ from ..errors import StopRun
 if TYPE_CHECKING:  # the launching process starts the fork server before it imports torch
     from torch.distributed import Store
 
-STARTED_AT = time.time()  # this file is imported first
+STARTED_AT = time.time()  # this file is imported early
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
@@ -74,7 +74,8 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    A stop signal goes through the store to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all die.
+    A stop signal goes through the store to training/stopping.py. Before a rank is READY, or at a second Ctrl-C, all are
+    killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)

@@ -43,7 +43,7 @@ class DistributedDataParallelStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step as on one device; but torch's error if a parameter got no gradient, as DDP has not averaged all then."""
+        """Step as on one device. torch's error if a parameter got no gradient: DDP has then not averaged all others."""
         if isinstance(self.model, DistributedDataParallel):  # not if another library averages
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

@@ -1,9 +1,9 @@
 """Fully sharded data parallelism (FSDP2): each rank keeps a part of every weight, gradient and optimizer state.
 
 A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
-of ranks, for more communication (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
-With training.precision=bf16 or fp16 weights are gathered in 16 bits, except those of norms: the 16-bit copies that
-autocast makes of fp32 weights would stay on every rank until backward. Gradients are reduced in each micro-batch.
+of ranks, and communication grows (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
+With training.precision=bf16 or fp16 weights are gathered in 16 bits, since the 16-bit copies that autocast makes of
+fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch reduces its gradients.
 """
 
 import logging

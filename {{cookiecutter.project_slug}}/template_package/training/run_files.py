@@ -1,4 +1,4 @@
-"""The files of a run beside logs, metrics and checkpoints: the lock, config.yaml, environment.json, summary.json."""
+"""Files of a run other than logs, metrics and checkpoints: lock, config.yaml, environment.json, summary.json."""
 
 import fcntl
 import logging

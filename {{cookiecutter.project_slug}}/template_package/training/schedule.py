@@ -12,8 +12,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
 
     learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`.
-    Linear warm-up reaches `peak` at step `warmup_steps`. The next step (step 1 without warm-up) has the peak too, and
-    from there the rate falls as torch's schedulers do: the floor would be reached one step after the last.
+    Linear warm-up reaches `peak` at step `warmup_steps`. The decay begins at the next step, which still has the peak,
+    and would reach the floor one step after the last, as torch's schedulers do.
     """
     if (of_user := getattr(user_model, "learning_rate", None)) is not None:
         return peak * float(of_user(step, total_steps))

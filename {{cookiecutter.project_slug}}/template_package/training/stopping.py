@@ -1,8 +1,8 @@
 """Ends a run in order: all ranks stop after the same step when one is asked to, and a run that hangs is ended.
 
-Threads watch the store, so a step pays for comparing two integers. When a request to stop appears there, each rank
-holds before its next step (or batch of an evaluation), reports how many it has begun, and goes on to the furthest that
-any has begun, since the other ranks are needed to finish that one. launching/processes.py has the launcher's part.
+A thread of each rank watches the store that all share, so a step only compares two integers. When a request to stop
+appears there, each rank holds before its next step (or batch of an evaluation), reports how many it has begun, and goes
+on to the furthest that any has begun, which needs all ranks. launching/processes.py has the launcher's part.
 """
 
 from __future__ import annotations

@@ -249,6 +249,7 @@ def test_loss_that_is_no_mean_over_samples_is_told(project: Project) -> None:
     words = ("data.min_length=1", "data.max_length=9", "training.max_steps=2")
     assert "no mean over samples" not in project.run("device_ids=cpu,cpu", *words, "name=plain")
     assert "no mean over samples" in project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true")
+    assert "no mean over samples" in project.run("smoke", *words, "model.is_weighted=true")
     project.append("model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()")
     weighted = project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true", "name=weighted")
     assert "no mean over samples" not in weighted

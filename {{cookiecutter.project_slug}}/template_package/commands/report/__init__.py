@@ -111,7 +111,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Mean, standard deviation and number of the values of runs whose settings differ in the seed alone, best first."""
+    """Mean, standard deviation and number of runs of each group that differs in the seed alone, best first."""
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:

@@ -183,7 +183,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs, under the names that they had at an earlier start. The results are kept if nothing differs."""
+        """List the runs. One that sweep.json holds keeps its name, and its result if config and words are the same."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.trials: dict[str, Any] = {}
