@@ -212,7 +212,6 @@ class Trainer:
             self.finite.raise_if_found(self.strategy.local_weights(), progress.step)
             state = collect_state(self.strategy, progress, self.config, self.average)
             beat()  # the disk has the whole of launch.timeout_minutes
-            self.tracking.sync()
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
             if not is_best:

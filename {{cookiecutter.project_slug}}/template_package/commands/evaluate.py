@@ -14,14 +14,7 @@ from ..launching.distributed import RankContext, from_main, rank_context
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import (
-    CheckpointFolder,
-    Found,
-    check_same_values,
-    check_shapes,
-    load_checkpoint,
-    read_on_main,
-)
+from ..training.checkpoint import CheckpointFolder, Found, check_same, check_shapes, load_checkpoint, read_on_main
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
@@ -67,10 +60,10 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     state = found.state
     name, run = f"checkpoint {path}", path.absolute().parents[1]
     remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
-    check_same_values(state["config"], to_dict(config), ("model",), name, remedy)
+    check_same(state["config"], to_dict(config), ("model",), name, remedy)
     config = settle_precision(config, context)
     data = build()
-    check_same_values(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)
+    check_same(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
     check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+NOT_LOADED = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")  # of a group: `optimizer:` sets them
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -27,7 +28,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         return precision
     if device.type != "cuda":
         return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"  # 8: Ampere
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
@@ -71,7 +72,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
     for group in (group for group in optimizer.param_groups if group["params"]):
         is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
         for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
-            options = {key: receive_all(value) for key, value in former.items() if key != "params"}
+            options = {key: receive_all(value) for key, value in former.items() if key not in NOT_LOADED}
             group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})
         for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
             for key, saved_value in saved["state"][names[parameter]].items():

@@ -25,9 +25,7 @@ class DataParallelStrategy(Strategy):
         self.num_devices = len(context.devices)
         for key in ("compile", "activation_checkpointing", "sync_batchnorm"):
             if self.num_devices > 1 and getattr(config, key):
-                raise ConfigError(
-                    f"training.{key}=true: nn.DataParallel cannot do it. Set it to false, or strategy=ddp."
-                )
+                raise ConfigError(f"training.{key}=true: nn.DataParallel cannot do it. Set false, or strategy=ddp.")
 
     def wrap(self, module: nn.Module) -> nn.Module:
         if self.num_devices == 1:

@@ -95,7 +95,11 @@ class Tracking:
         """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it. epoch_loss: at an epoch's end."""
         if not self._is_main:
             return
-        self._write(json.dumps(values) + "\n")
+        try:
+            self._metrics.write(json.dumps(values) + "\n")
+            self._metrics.flush()
+        except OSError as error:
+            raise disk_failure(self._path, error) from error
         split, step = values["split"], values["step"]
         scalars = {f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")}
         self._call_trackers("record", step, scalars)
@@ -118,11 +122,6 @@ class Tracking:
         """The log for pictures and texts of this step, for functions of model.py."""
         return MediaLog(step, self._media, self._call_trackers)
 
-    def sync(self) -> None:
-        """Bring all recorded lines to the disk: no checkpoint may be newer than the figures."""
-        if self._is_main:
-            self._write("", is_synced=True)
-
     def advance(self, step: int) -> None:
         """Move the bar to `step`. Called at each step: it costs next to nothing unless the bar is due."""
         self._bar.update(step - self._bar.n)
@@ -132,15 +131,6 @@ class Tracking:
         if self._is_main:
             self._call_trackers("close")
             self._metrics.close()
-
-    def _write(self, line: str, *, is_synced: bool = False) -> None:
-        try:
-            self._metrics.write(line)
-            self._metrics.flush()
-            if is_synced:
-                os.fsync(self._metrics.fileno())
-        except OSError as error:
-            raise disk_failure(self._path, error) from error
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
         """Start or call each tracker. One that fails is left out with a warning: metrics.jsonl has all figures."""

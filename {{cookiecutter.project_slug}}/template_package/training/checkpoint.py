@@ -25,7 +25,7 @@ from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
-from .optimization import WeightAverage, settings_kept
+from .optimization import WeightAverage
 from .progress import Progress
 
 FORMAT_VERSION = 1
@@ -149,7 +149,7 @@ def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> F
     if not paths:
         state, source = load_checkpoint(Path(wanted)), f"checkpoint.resume={wanted}"
         remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
-        check_same_values(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
+        check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
         return Found(state, is_other_run=True)
     if wanted == "never":
         raise ConfigError(f"checkpoint.resume=never: {run} holds checkpoints. Choose another name=…, or remove {run}.")
@@ -157,14 +157,14 @@ def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> F
         problem = f"none of its {len(paths)} checkpoints can be read"
         raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
     path, state = readable
-    check_same_values(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+    check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
     if wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
         remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
         raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
     return Found(state, is_best=path == checkpoints.best)
 
 
-def check_same_values(
+def check_same(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
     """ConfigError if two plain configs differ in one of the (dotted) keys or below it.
@@ -192,8 +192,7 @@ def resume(
             words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
-        with settings_kept(strategy.optimizer):
-            strategy.load_state_dict(state)
+        strategy.load_state_dict(state)
         if average is not None and "average" in state:
             average.set_weights(state["average"])
         progress.load_state_dict(state, is_other_run=found.is_other_run)

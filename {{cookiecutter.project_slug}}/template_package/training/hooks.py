@@ -38,9 +38,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
             raise ConfigError(f"training_metrics() in model.py: {rule}.")
         if _names and set(means) != _names:
             change = f"{sorted(_names)}, then {sorted(means)}"
-            raise ConfigError(
-                f"training_metrics() in model.py returned {change}. Return the same names for every batch."
-            )
+            raise ConfigError(f"training_metrics() in model.py returned {change}. Return the same names each time.")
         _names.update(means)
         figures |= {name: value.detach().to(loss.device) for name, value in means.items()}
     return figures

@@ -14,8 +14,6 @@ from ..config import OptimizerConfig
 from ..errors import ConfigError
 from ..strategies.base import Strategy
 
-SET_BY_CONFIG = ("lr", "initial_lr", "weight_decay", "betas", "momentum")  # of a parameter group, by `optimizer:`
-
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer from model.py's build_optimizer, if it has one, else from the one below."""
@@ -64,17 +62,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
-
-
-@contextmanager
-def settings_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Restore the config's learning rate, decay and momentum after the body has loaded the state of another run."""
-    own = [{key: group[key] for key in SET_BY_CONFIG if key in group} for group in optimizer.param_groups]
-    yield
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        for key in SET_BY_CONFIG:
-            group.pop(key, None)
-        group.update(values)
 
 
 class WeightAverage:

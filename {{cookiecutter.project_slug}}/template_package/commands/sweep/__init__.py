@@ -169,9 +169,8 @@ class SweepRunner:
         num_gpus = len(find_gpus(os.environ).visible)
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
-        config, *_ = [
-            load_config(line.config_path, self.list_words(Run("run", each))) for each in sweep.list_settings()
-        ]
+        words = [self.list_words(Run("run", settings)) for settings in sweep.list_settings()]
+        config, *_ = [load_config(line.config_path, own) for own in words]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
         self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # one: with named GPUs, or all that are free

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from ...launching.distributed import RankContext
+from ..common import NOT_LOADED
 
 
 def gather_weights(module: nn.Module, context: RankContext) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ class Groups:
         """Give DeepSpeed's groups the settings of the saved ones that hold the same parameters."""
         for group, names in zip(groups, filter(None, self._trained), strict=True):
             former = next((former for former in saved if names[0] in former["params"]), {})
-            group.update({key: value for key, value in former.items() if key != "params"})
+            group.update({key: value for key, value in former.items() if key not in NOT_LOADED})
 
 
 class OptimizerParts:
