@@ -78,7 +78,7 @@ benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people writ
 
 docs: .cache/docs/.ready  ## build the documentation site, strictly, in build/site
 	"$(BIN)/python" tools/reference.py
-	.cache/docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build --strict --quiet
 
 recording: .cache/docs/.ready $(READY)  ## record docs/recording.svg from a real session in /tmp/demo (3 minutes)
 	.cache/docs/bin/python tools/recording.py .venv

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-
 import reference
+
 from baking import PROJECT, ROOT, bake, plain_environment
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
@@ -62,9 +63,7 @@ def test_key_reference_is_what_the_config_says() -> None:
 
 def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / PROJECT))
-    from template_package.config import load_config
-    from template_package.errors import ConfigError
-
+    load_config = import_module("template_package.config").load_config
     config, num_settings = ROOT / PROJECT / "config.yaml", 0
     for row in re.findall(r"^\| .* \|$", (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE):
         theirs, ours = row.strip("| ").split(" | ")[:2]
@@ -72,7 +71,7 @@ def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) 
             load_config(config, [setting])
             num_settings += 1
         for word in re.findall(r"`(\w+=[^` ]+)` \(answered\)", theirs):  # typed as it is, the answer names our key
-            with pytest.raises(ConfigError) as answer:
+            with pytest.raises(ValueError, match="there is no such key") as answer:
                 load_config(config, [word])
             key = re.findall(r"`([a-z_.]+)=", ours)[0]
             assert f"{key}=" in str(answer.value)
@@ -105,10 +104,9 @@ def test_commands_of_the_tutorial_print_what_it_shows(template: Path, tmp_path: 
                 config = re.sub(rf"^  {line.split()[0]} .*$", line, config, flags=re.MULTILINE)
             (project / "config.yaml").write_text(own + config, encoding="utf-8")
         elif block.language == "sh" and not block.text.startswith("cookiecutter"):
+            options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": 120}
             command = ["bash", "-c", block.text]
-            result = subprocess.run(
-                command, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
-            )
+            result = subprocess.run(command, check=False, cwd=project, env=environment, **options)
             output = result.stdout.decode()
         elif block.language == "text":
             for line in block.text.splitlines():
