@@ -14,7 +14,8 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format benchmark benchmark-data horovod clean
+.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format docs recording charts \
+	benchmark benchmark-data horovod clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +74,21 @@ benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people writ
 	.cache/benchmark/bin/python -m pip install torch==2.13.0
 	.cache/benchmark/bin/python -m pip install -r benchmarks/requirements.txt
 	.cache/benchmark/bin/python -m pip install --no-deps --target .cache/benchmark/only_transformers -r benchmarks/requirements-transformers.txt
+	@touch $@
+
+docs: .cache/docs/.ready  ## build the documentation site, strictly, in build/site
+	"$(BIN)/python" tools/reference.py
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build --strict --quiet
+
+recording: .cache/docs/.ready $(READY)  ## record docs/recording.svg from a real session in /tmp/demo (3 minutes)
+	.cache/docs/bin/python tools/recording.py .venv
+
+charts: .cache/docs/.ready  ## draw docs/charts/ from the reports
+	.cache/docs/bin/python tools/charts.py
+
+.cache/docs/.ready: docs/requirements.txt
+	test -x .cache/docs/bin/python || $(PYTHON) -m venv .cache/docs
+	.cache/docs/bin/python -m pip install --quiet -r docs/requirements.txt
 	@touch $@
 
 horovod: .cache/horovod/.ready  ## build Horovod (the first time: 3 to 15 minutes) and run the tests of its strategy

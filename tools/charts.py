@@ -1,0 +1,100 @@
+"""Writes docs/charts/*.svg, the README's charts, from the reports in benchmarks/ and docs/: `make charts`.
+
+Each chart is written twice, for light and for dark pages.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS, OTHERS = "#2f81f7", "#9aa4b2"
+INK = {"light": "#24292f", "dark": "#d0d7de"}
+BENCHMARKS = (
+    ("RESULTS.md", "mlp, 1 rank"),
+    ("RESULTS.md", "transformer, 2 ranks"),
+    ("RESULTS-DATA.md", "mlp on tuples, 2 ranks"),  # the trainer is slower than others here
+)
+GROUPS = {
+    "processes killed (SIGKILL)": r"SIGKILL during|rank killed|loader worker killed",
+    "stop signals": "SIGTERM|SIGUSR1",
+    "disks full, gone, slow or read-only": "^disk",
+    "checkpoints cut, flipped, foreign": "^checkpoint",
+    "configs and answers mutated": "^config|^answers",
+    "bad data and ranks that differ": "^item|^text example|^ranks that|^memory",
+}
+"""A bar of the chart of faults: a pattern of the rows in docs/reliability.md that it adds up."""
+
+
+def rows(path: Path, section: str = "") -> list[list[str]]:
+    """The cells of the first table below `section`, without its head."""
+    text = path.read_text(encoding="utf-8")
+    text = text.partition(f"### {section}\n")[2] if section else text
+    table = re.search(r"\|.*\|\n\|[-:| ]+\|\n((?:\|.*\|\n)+)", text)
+    assert table, f"{path.name} has no table {section}"
+    return [[cell.strip(" *") for cell in line.strip("|").split(" | ")] for line in table[1].splitlines()]
+
+
+def draw_speed(axes: Axes, report: str, section: str) -> None:
+    """Microseconds of a step for each loop of a benchmark, the shortest above."""
+    table = [row for row in rows(ROOT / "benchmarks" / report, section) if row[0] != "bare, again"]
+    table.sort(key=lambda row: -int(row[1]))
+    names, values = [row[0] for row in table], [int(row[1]) / 1000 for row in table]
+    bars = axes.barh(names, values, color=[OURS if name == "generated trainer" else OTHERS for name in names])
+    axes.bar_label(bars, fmt="%.2f" if max(values) < 10 else "%.1f", padding=3, color=pyplot.rcParams["text.color"])
+    axes.margins(x=0.1)
+    axes.set_title(f"{section}: milliseconds a step", loc="left")
+
+
+def draw_faults(axes: Axes) -> None:
+    """The faults of each group that were injected, and how many of them lost work."""
+    table = rows(ROOT / "docs" / "reliability.md")
+    sums = {group: [0, 0] for group in GROUPS}
+    for fault, tried, _, lost, _ in table:
+        for group, pattern in GROUPS.items():
+            if re.search(pattern, fault):
+                sums[group][0] += int(tried)
+                sums[group][1] += int(lost)
+                break
+    bars = axes.barh(list(sums)[::-1], [tried for tried, _ in list(sums.values())[::-1]], color=OURS)
+    labels = [f"{tried:,} injected, {lost} lost" for tried, lost in sums.values()]
+    axes.bar_label(bars, labels[::-1], padding=3, color=pyplot.rcParams["text.color"])
+    axes.margins(x=0.6)
+    axes.set_title("Faults that were injected, and runs that lost work", loc="left")
+
+
+def main() -> None:
+    folder = ROOT / "docs" / "charts"
+    folder.mkdir(exist_ok=True)
+    for theme, ink in INK.items():
+        style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ddp-template", "font.size": 11}
+        style |= {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
+        style |= {f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")}
+        with pyplot.rc_context(style):
+            figure, axes = pyplot.subplots(len(BENCHMARKS), 1, figsize=(7.5, 9), layout="constrained")
+            for report_axes, (report, section) in zip(axes, BENCHMARKS, strict=True):
+                draw_speed(report_axes, report, section)
+            save(figure, folder / f"speed-{theme}.svg")
+            figure, single = pyplot.subplots(figsize=(7.5, 2.9), layout="constrained")
+            draw_faults(single)
+            save(figure, folder / f"faults-{theme}.svg")
+
+
+def save(figure: Figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.tick_params(length=0, which="both", labelbottom=False)
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
