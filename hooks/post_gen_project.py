@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -49,6 +50,18 @@ ONLY_WITH = {
             "config.yaml:benchmark",
         ],
     },
+    "furniture": {
+        "all": [
+            ".devcontainer",
+            ".dockerignore",
+            ".github",
+            ".pre-commit-config.yaml",
+            ".vscode",
+            "AGENTS.md",
+            "CITATION.cff",
+            "Dockerfile",
+        ],
+    },
     "tracker": {
         "tensorboard": ["template_package/tracking/tensorboard.py"],
         "wandb": ["template_package/tracking/wandb.py"],
@@ -77,6 +90,7 @@ def main() -> int:
     if "_output_dir" not in answers:  # cruft runs the hooks at every update too; its stdout may hold a patch
         print("smoke test: SKIPPED (under cruft; `python run.py smoke` runs it)", file=sys.stderr)
         return 0
+    write_origin(project, answers)
     state = first_smoke_test.run_first_test(project, answers["smoke_test"])
     if state != "INTERRUPTED":
         print(next_steps(project, answers, state), flush=True)
@@ -196,6 +210,32 @@ def rename_package(project: Path, name: str) -> None:
     for path in project.rglob("*"):
         if path.suffix in {".py", ".sh"} and path.is_file():
             path.write_bytes(path.read_bytes().replace(b"template_package", name.encode()))
+
+
+def write_origin(project: Path, answers: Mapping[str, str]) -> None:
+    """Writes .template.json, from which scripts/update_from_template.sh makes the project again. (cruft has its own.)
+
+    It holds no path of this machine, since projects are published. A commit that ends in -dirty had local changes.
+    """
+    template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()  # `.` may have been typed
+    is_clone = (template / "cookiecutter.json").is_file() and (template / ".git").exists()
+    commit = ask_git(template, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if is_clone else None
+    url = ask_git(template, "remote", "get-url", "origin") if is_clone else None
+    if not re.match(r"(https?|ssh|git)://|[^/]+@[^/]+:", url or ""):
+        url = None
+    url = url and re.sub(r"^(https?://)[^/]*@", r"\1", url)  # without name and password
+    asked = {key: value for key, value in answers.items() if key[0] != "_" and key != "smoke_test"}
+    origin = {"template": url, "version": answers["_version"], "commit": commit, "answers": asked}
+    text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
+    (project / ".template.json").write_text(text, encoding="utf-8", newline="\n")
+
+
+def ask_git(folder: Path, *words: str) -> str | None:
+    """What git prints, or None if it fails or is not installed."""
+    try:
+        return subprocess.check_output(["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8").strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:

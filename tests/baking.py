@@ -21,6 +21,7 @@ ONLY_WITH = {
     "horovod": [("extra_strategies", "horovod")],
     "library_environment": [("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")],
     "doctor|benchmark|commands/report|commands/sweep": [("tools", "all")],
+    r"^\.(?!git|template)|^\.github|^Dockerfile|^AGENTS|^CITATION": [("furniture", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],
     "mlflow": [("tracker", "mlflow")],
@@ -108,4 +109,5 @@ def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
             chosen = {name for name in chosen if not re.search(word, name)}
     if answers["license"] != "none":
         chosen.add("LICENSE")
+    chosen.add(".template.json")
     return {name.replace("template_package", answers["package_name"]) for name in chosen}

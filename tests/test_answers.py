@@ -152,6 +152,8 @@ def test_printable_text_arrives_as_typed(template: Path, tmp_path: Path, text: s
     metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert metadata["description"] == text
     assert metadata["authors"] == [{"name": text}]
+    citation = yaml.safe_load((project / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["authors"]) == (text, [{"name": text}])
     assert f"Copyright (c) {text}\n" in (project / "LICENSE").read_text(encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ COMBINED = [
     {"example": "stub", "tools": "none", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
     {"example": "stub", "tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
-    {"example": "text", "tools": "none", "extra_strategies": "all", "package_name": "z" * 40},
+    {"example": "text", "tools": "none", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
 ]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 LIBRARY_OF = {
@@ -73,8 +73,12 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
 def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     """Lists the names by hand: the rules of expected_files() could be wrong in the same way as the hook."""
     project = bake(template, tmp_path)
-    files = ".gitignore LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
-    assert {path.name for path in project.iterdir()} == {*files.split(), "ddp_experiment", "scripts", "tests"}
+    files = ".gitignore .template.json LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
+    furniture = ".devcontainer .dockerignore .github .pre-commit-config.yaml .vscode AGENTS.md CITATION.cff Dockerfile"
+    names = {path.name for path in project.iterdir()}
+    assert names == {*files.split(), *furniture.split(), "ddp_experiment", "scripts", "tests"}
+    without = bake(template, tmp_path / "without", furniture="none")
+    assert {path.name for path in without.iterdir()} == names - {*furniture.split()}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
@@ -124,7 +128,7 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
         encoding="utf-8",
         timeout=30,
     )
-    replies = ["My Net", "", "", "", "", "2", "cpu", "", "2", "5", "4", "3"]
+    replies = ["My Net", "", "", "", "", "2", "cpu", "", "2", "2", "5", "4", "3"]
     visible = [key for key in QUESTIONS if not key.startswith("_")]
     assert len(replies) == len(visible)
     for key, reply in zip(visible, replies, strict=True):
@@ -139,3 +143,4 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
     assert (config["device_ids"], config["logging"]["tracker"]) == ("cpu", "none")
     assert not (tmp_path / "my-net" / "my_net" / "commands" / "doctor").exists()
     assert not (tmp_path / "my-net" / "LICENSE").exists()
+    assert not (tmp_path / "my-net" / "Dockerfile").exists()

@@ -17,7 +17,7 @@ from post_gen_project import set_value
 EXAMPLES = CHOICES["example"]
 OTHER_ANSWERS = [
     {"device_ids": "0,2"},
-    {"device_ids": "cpu,cpu", "license": "none"},
+    {"device_ids": "cpu,cpu", "license": "none", "furniture": "none"},
     *({key: value} for key in ("extra_strategies", "tools", "tracker") for value in CHOICES[key][1:]),
 ]
 ANSWERS = [answers | {"example": example} for answers, example in zip(OTHER_ANSWERS, itertools.cycle(EXAMPLES))]

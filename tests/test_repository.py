@@ -11,7 +11,7 @@ from baking import PROJECT, ROOT
 
 QUESTIONS = (
     "project_name project_slug package_name description author_name example device_ids extra_strategies tools "
-    "tracker license smoke_test"
+    "furniture tracker license smoke_test"
 ).split()
 
 

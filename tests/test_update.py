@@ -1,0 +1,117 @@
+"""scripts/update_from_template.sh brings a project with changes of its own over two versions of the template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baking import PROJECT, bake, files_of, plain_environment
+
+ANSWERS = {
+    "project_name": 'A "quoted" \\ 名 😀',
+    "project_slug": "my-net",
+    "package_name": "net",
+    "description": 'with "quotes" and \\',
+    "example": "stub",
+    "furniture": "none",
+}
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=folder, encoding="utf-8")
+
+
+def commit(folder: Path) -> str:
+    """Commits all files of the folder and returns the commit."""
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message=state")
+    return git(folder, "rev-parse", "HEAD").strip()
+
+
+def update(project: Path, *words: str) -> tuple[int, str]:
+    """The exit code and the output of the script."""
+    environment = plain_environment({"PYTHON": sys.executable})
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    script = str(project / "scripts" / "update_from_template.sh")
+    result = subprocess.run(
+        [script, *words], check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return result.returncode, result.stdout
+
+
+def read_origin(project: Path) -> dict[str, object]:
+    return dict(json.loads((project / ".template.json").read_text(encoding="utf-8")))
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert before in text
+    path.write_text(text.replace(before, after, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize("place", [".", "in a larger repository/nets"])
+def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_path: Path, place: str) -> None:
+    repository = Path(shutil.copytree(template, tmp_path / "template"))
+    first = commit(repository)
+    project = bake(repository, tmp_path / "work" / place, **ANSWERS)
+    top = project if place == "." else tmp_path / "work"
+    assert read_origin(project) == {
+        "template": None,  # a path of this machine
+        "version": json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))["_version"],
+        "commit": first,
+        "answers": read_origin(project)["answers"],
+    }
+    commit(top)
+
+    # The owner: a model and a file of their own, a line in the machinery, a file less.
+    (project / "net" / "model.py").write_text("MINE = True\n", encoding="utf-8")
+    (project / "net" / "own.py").write_text("", encoding="utf-8")
+    edit(project / "net" / "trainer.py", '"""', '# mine\n"""')
+    (project / "scripts" / "slurm.sbatch").unlink()
+    code, output = update(project, str(repository))
+    assert (code, output) == (1, "error: there are uncommitted changes. Commit or stash them first.\n")
+    commit(top)
+    assert update(project) == (1, "error: where is the template? Type: scripts/update_from_template.sh PATH_OR_URL\n")
+
+    # The template: new files, and a change of a file that the owner has changed, of one that is gone, of the script.
+    source = repository / PROJECT
+    for name in ("new.py", "other.py"):
+        (source / "template_package" / name).write_text('NAME = "template_package"\n', encoding="utf-8")
+    for name in ("template_package/trainer.py", "scripts/slurm.sbatch", "scripts/update_from_template.sh"):
+        (source / name).open("a", encoding="utf-8").write("# of the second version\n")
+    second = commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    assert read_origin(project)["commit"] == second
+    merged, fresh = files_of(project), files_of(bake(repository, tmp_path / "second", **ANSWERS))
+    merged = {name: data for name, data in merged.items() if not name.startswith(".git/")}
+    assert set(merged) == {*fresh, "net/own.py"} - {"scripts/slurm.sbatch"}
+    assert merged["net/model.py"] == b"MINE = True\n"
+    assert merged["net/trainer.py"] == fresh["net/trainer.py"].replace(b'"""', b'# mine\n"""', 1)
+    own = {"net/model.py", "net/trainer.py", "net/own.py"}
+    assert all(merged[name] == fresh[name] for name in set(merged) - own)
+
+    # Both change the same line; the template removes two files, one of which the owner has changed.
+    (project / "net" / "other.py").open("a", encoding="utf-8").write("# mine\n")
+    commit(top)
+    edit(source / "template_package" / "trainer.py", '"""', '# of the third version\n"""')
+    for name in ("new.py", "other.py"):
+        (source / "template_package" / name).unlink()
+    third = commit(repository)
+    code, output = update(project, str(repository))
+    conflict = (project / "net" / "trainer.py").relative_to(top)
+    assert code == 1
+    assert output.startswith("kept, since you have changed it: net/other.py")
+    assert output.endswith(f"error: conflicts to resolve:\n{conflict}\n")
+    text = (project / "net" / "trainer.py").read_text(encoding="utf-8")
+    assert text.startswith('<<<<<<< ours\n# mine\n=======\n# of the third version\n>>>>>>> theirs\n"""')
+    status = {line[3:].strip('"'): line[:2] for line in git(top, "status", "--porcelain").splitlines()}
+    names = {"net/trainer.py": "UU", "net/new.py": "D ", ".template.json": "M "}
+    assert status == {(project / name).relative_to(top).as_posix(): state for name, state in names.items()}
+    assert read_origin(project)["commit"] == third

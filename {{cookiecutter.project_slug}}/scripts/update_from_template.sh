@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Brings into this project what the template has changed since the project was made or last updated:
+#
+#   scripts/update_from_template.sh                          from the template that .template.json names
+#   scripts/update_from_template.sh PATH_OR_URL              from another place, such as a clone on this machine
+#   scripts/update_from_template.sh PATH_OR_URL v1.2.0       up to this tag, branch or commit
+#
+# It makes the project twice in a temporary folder, by the old and by the new version, with the answers of .template.json,
+# and applies the difference with `git apply -3`. Your own changes stay; where both sides changed the same lines, git shows
+# a conflict. What you have deleted stays deleted. Look at `git diff HEAD` and commit; `git reset --hard` undoes it all.
+#
+# Needs git and cookiecutter (or uvx or pipx, which fetch it). The template's hooks run on this machine.
+set -euo pipefail
+
+fail() {
+  echo "error: $1" >&2
+  exit 1
+}
+
+# Prints one value of .template.json. Answers are printed as NAME=VALUE, each with a zero byte at its end.
+origin() {
+  "${PYTHON:-python3}" - "$1" <<'PYTHON'
+import json
+import sys
+
+value = json.load(open(".template.json", encoding="utf-8"))[sys.argv[1]] or ""
+text = value if isinstance(value, str) else "".join(f"{name}={answer}\0" for name, answer in value.items())
+sys.stdout.buffer.write(text.encode())
+PYTHON
+}
+
+# Makes the project by version $1 of the template in $work/$2, and commits it to the repository $work/versions.
+bake() {
+  git -C "$work/template" checkout --quiet --detach "$1"
+  COOKIECUTTER_CONFIG=$work/settings.yaml "${cookiecutter[@]}" "$work/template" --no-input -o "$work/$2" \
+    smoke_test=skip "${answers[@]}" >"$work/log" 2>&1 || fail "version $1 did not make the project: $(tail -n 3 "$work/log")"
+  local commit=(git --git-dir="$work/versions" --work-tree="$(echo "$work/$2"/*)" -c core.autocrlf=false)
+  "${commit[@]}" add --all --force
+  "${commit[@]}" -c user.name=template -c user.email=template -c commit.gpgsign=false -c core.hooksPath=/dev/null \
+    commit --quiet --allow-empty --message="$2"
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[[ ! -f .cruft.json ]] || fail "cruft made this project. Type: cruft update"
+[[ -f .template.json ]] || fail "there is no .template.json, which says how this project was made"
+git rev-parse --git-dir >/dev/null 2>&1 || fail "no git repository. Type: git init -b main && git add -A && git commit -m Start"
+[[ -z $(git status --porcelain --untracked-files=no) ]] || fail "there are uncommitted changes. Commit or stash them first."
+git ls-files --error-unmatch .template.json >/dev/null 2>&1 || fail ".template.json is not committed. Commit it first."
+
+template=${1:-$(origin template)}
+[[ $template ]] || fail "where is the template? Type: scripts/update_from_template.sh PATH_OR_URL"
+[[ $template != gh:* ]] || template=https://github.com/${template#gh:}
+old=$(origin commit)
+old=${old:-v$(origin version)}
+answers=()
+while IFS= read -r -d '' answer; do answers+=("$answer"); done < <(origin answers)
+if command -v cookiecutter >/dev/null; then
+  cookiecutter=(cookiecutter)
+elif command -v uvx >/dev/null; then
+  cookiecutter=(uvx cookiecutter)
+elif command -v pipx >/dev/null; then
+  cookiecutter=(pipx run cookiecutter)
+else
+  fail "cookiecutter is not installed. Type: python -m pip install cookiecutter"
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+printf 'replay_dir: %s\ncookiecutters_dir: %s\n' "$work/replay" "$work/clones" >"$work/settings.yaml"
+git clone --quiet "$template" "$work/template" || fail "$template cannot be cloned"
+for name in "${old%-dirty}" "${2:-HEAD}"; do
+  git -C "$work/template" rev-parse --quiet --verify "origin/$name^{commit}" >>"$work/found" ||
+    git -C "$work/template" rev-parse --quiet --verify "$name^{commit}" >>"$work/found" ||
+    fail "$template has no version $name"
+done
+git init --quiet --bare "$work/versions"
+bake "$(sed -n 1p "$work/found")" old
+bake "$(sed -n 2p "$work/found")" new
+
+# Not in the difference: what you have deleted, what the template has deleted and you have changed, and .template.json,
+# which is written below. `git apply` would refuse the whole difference for one of them.
+paths=(. ':!.template.json')
+while IFS= read -r -d '' path; do
+  if ! yours=$(git rev-parse --quiet --verify ":./$path"); then
+    paths+=(":(exclude,literal)$path")
+  elif ! git --git-dir="$work/versions" cat-file -e "HEAD:$path" 2>/dev/null &&
+    [[ $yours != $(git --git-dir="$work/versions" rev-parse "HEAD~:$path") ]]; then
+    paths+=(":(exclude,literal)$path")
+    echo "kept, since you have changed it: $path (the template has deleted it)"
+  fi
+done < <(git --git-dir="$work/versions" ls-tree -r -z --name-only HEAD~)
+git --git-dir="$work/versions" diff-tree -p --no-renames --binary --full-index HEAD~ HEAD -- "${paths[@]}" >"$work/difference"
+
+# `git apply -3` merges three files, so it needs the old ones here.
+git -c gc.auto=0 fetch --quiet --no-tags --no-write-fetch-head "$work/versions" HEAD
+prefix=$(git rev-parse --show-prefix)
+code=0
+if [[ -s $work/difference ]]; then
+  (cd "./$(git rev-parse --show-cdup)" && git apply -3 --whitespace=nowarn --directory="$prefix" "$work/difference") || code=1
+fi
+conflicts=$(git diff --name-only --diff-filter=U)
+[[ $code == 0 || $conflicts ]] || fail "git could not apply the difference, for the reason above. Nothing was changed."
+
+"${PYTHON:-python3}" - "$work"/new/*/.template.json <<'PYTHON'
+import json
+import sys
+
+old, new = (json.load(open(path, encoding="utf-8")) for path in (".template.json", sys.argv[1]))
+new["template"] = new["template"] or old["template"]
+with open(".template.json", "w", encoding="utf-8", newline="\n") as file:
+    file.write(json.dumps(new, indent=2, ensure_ascii=False) + "\n")
+PYTHON
+git add .template.json
+echo "The project follows version $(origin version) of the template now. See: git diff HEAD"
+[[ ! $conflicts ]] || fail "conflicts to resolve:"$'\n'"$conflicts"
