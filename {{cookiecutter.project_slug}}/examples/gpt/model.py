@@ -127,19 +127,20 @@ def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -
 
 @torch.no_grad()
 def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
-    """The continuations of prompts (B, L), of which the first `lengths` tokens count. All draw with the same random
-    numbers, so a text depends neither on its neighbours in the batch nor on the ranks.
+    """The continuations of prompts (B, L), of which the first `lengths` tokens count. The random numbers follow from
+    the prompt, so a text depends neither on its neighbours in the batch nor on the ranks.
     """
     size: Any = model.block_size
-    generator, starts = torch.Generator().manual_seed(0), lengths.tolist()
+    generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
     rows, places = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
     tokens = F.pad(tokens, (0, NUM_NEW_TOKENS + size))
     for _ in range(NUM_NEW_TOKENS):
         first = (lengths - size).clamp(min=0)  # of the window that the model sees; padding is behind the last token
         window = tokens.gather(1, first[:, None] + places)  # (B, size)
         logits = model(window)[rows, lengths - first - 1].float()  # (B, vocabulary_size)
-        noise = -torch.log(-torch.log(torch.rand(logits.shape[1], generator=generator)))  # Gumbel: a draw from softmax
-        tokens[rows, lengths] = (logits / TEMPERATURE + noise.to(logits.device)).argmax(1)
+        noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
+        # The largest sum with noise of Gumbel's distribution is a draw from the softmax.
+        tokens[rows, lengths] = (logits / TEMPERATURE - noise.to(logits.device).log()).argmax(1)
         lengths = lengths + 1
     return [decode(row[start : start + NUM_NEW_TOKENS].tolist()) for row, start in zip(tokens, starts, strict=True)]
 
