@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import baking  # noqa: E402
+
 RESULTS, PAGE, PICTURE = ROOT / "benchmarks" / "gpt_curve.json", ROOT / "docs" / "gpt-example.md", "gpt-example.png"
 STEPS, BATCH, BLOCK, EVERY, EVALUATE_EVERY = 300, 32, 64, 10, 50
 PEAK, FLOOR, WARMUP, DECAY, BETAS, MAX_NORM = 2e-3, 2e-4, 50, 0.1, (0.9, 0.99), 1.0
@@ -100,24 +103,9 @@ def trainer(words: str, seed: int) -> Run:
 def measure(project: Path, way: str, seed: int) -> Run:
     """One run in a process of its own, in the project's folder."""
     command = [sys.executable, __file__, "--way", way, "--seed", str(seed)]
-    environment = {"PYTHONPATH": str(project)}
-    output = subprocess.check_output(command, cwd=project, env={**plain_environment(), **environment}, text=True)
-    run: Run = json.loads(output.splitlines()[-1])
+    environment = baking.plain_environment({"PYTHONPATH": str(project)})
+    run: Run = json.loads(subprocess.check_output(command, cwd=project, env=environment, text=True).splitlines()[-1])
     return run
-
-
-def plain_environment() -> dict[str, str]:
-    sys.path.insert(0, str(ROOT / "tests"))
-    import baking
-
-    return baking.plain_environment()
-
-
-def make_project(folder: Path) -> Path:
-    sys.path.insert(0, str(ROOT / "tests"))
-    import baking
-
-    return baking.bake(baking.export_template(folder / "template"), folder, example="gpt")
 
 
 def mean_and_range(values: list[float], digits: int = 3) -> str:
@@ -140,7 +128,10 @@ def write_page(results: dict[str, dict[str, Run]]) -> None:
         of_plain = [results[plain][seed]["tokens_per_second"] for seed in results[way]]
         ratio = [rate / other for rate, other in zip(rates, of_plain, strict=True)]
         losses = " | ".join(mean_and_range(validation[way][step]) for step in ("100", "200", "300"))
-        rows.append(f"| {way} | {losses} | {statistics.median(rates):,.0f} | {statistics.median(ratio):.2f} |")
+        ratios = f"{statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
+        rows.append(f"| {way} | {losses} | {statistics.median(rates):,.0f} | {ratios} |")
+            f"| {way} | {losses} | {statistics.median(rates):,.0f} | {statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f}) |"
+        )
     distances = {
         (way, step): abs(statistics.mean(validation[way][step]) - statistics.mean(validation[plain][step]))
         for way in others
@@ -160,15 +151,16 @@ def write_page(results: dict[str, dict[str, Run]]) -> None:
 
 `benchmarks/gpt_curve.py` wrote this page: it trains the model of `example=gpt` ({STEPS} steps of {BATCH} blocks of {BLOCK} characters, 4 layers, 128 wide, no
 dropout) with a plain loop as nanoGPT has it (crops at random, AdamW with decay on matrices alone, warm-up, cosine, clipping) and with the
-trainer, which takes each crop once an epoch. The text is *Hamlet*, 177,976 characters, of which the last tenth validates. Seeds {", ".join(map(str, SEEDS))}:
-other weights and other batches in each run, also from way to way.
+trainer, which takes each crop once an epoch. The text is *Hamlet*, 177,976 characters, of which the last tenth validates. Seeds {", ".join(map(str, SEEDS))}
+draw other weights and other batches; from one seed the script draws other batches than the trainer, whose rows see the same ones.
 
 | | validation loss after 100 steps | 200 steps | {STEPS} steps | tokens/s | beside the script |
 |---|---|---|---|---:|---:|
 {chr(10).join(rows)}
 
 Losses: mean over the seeds, and their range, in nats a character. Tokens/s: median over the log lines of a run, then over seeds; the last
-column is the median of the ratios seed by seed. Two ranks share the two cores on which the one process computes with two threads.
+column has the median and the range of the ratios seed by seed. The ways ran one after the other on a machine that had other work at times: trust
+no difference as small as that range. Two ranks share the two cores on which the one process computes with two threads.
 
 ![training loss by step, mean and range over seeds](gpt-example.png)
 
@@ -218,7 +210,8 @@ def main() -> None:
         results |= json.loads(RESULTS.read_text(encoding="utf-8"))
     missing = [(way, seed) for seed in SEEDS for way in WAYS if str(seed) not in results[way]]  # ways in turn
     with tempfile.TemporaryDirectory() as folder:
-        project = make_project(Path(folder)) if missing else Path()
+        template = baking.export_template(Path(folder) / "template")
+        project = baking.bake(template, Path(folder), example="gpt") if missing else Path()
         for way, seed in missing[: options.at_most]:
             run = results[way][str(seed)] = measure(project, way, seed)
             RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
