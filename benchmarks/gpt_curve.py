@@ -130,8 +130,6 @@ def write_page(results: dict[str, dict[str, Run]]) -> None:
         losses = " | ".join(mean_and_range(validation[way][step]) for step in ("100", "200", "300"))
         ratios = f"{statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
         rows.append(f"| {way} | {losses} | {statistics.median(rates):,.0f} | {ratios} |")
-            f"| {way} | {losses} | {statistics.median(rates):,.0f} | {statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f}) |"
-        )
     distances = {
         (way, step): abs(statistics.mean(validation[way][step]) - statistics.mean(validation[plain][step]))
         for way in others
