@@ -24,6 +24,7 @@ COMBINED = [
     {"example": "stub", "tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
     {"example": "text", "tools": "none", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
+    {"example": "gpt", "tracker": "none", "license": "none", "package_name": "ab"},
 ]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 LIBRARY_OF = {
@@ -54,7 +55,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     assert config["logging"]["tracker"] == chosen["tracker"]
     assert ("deepspeed" in config) == (chosen["extra_strategies"] in {"deepspeed", "all"})
     assert ("benchmark" in config) == (chosen["tools"] == "all")
-    is_classifier = chosen["example"] != "stub"
+    is_classifier = chosen["example"] not in ("gpt", "stub")
     assert (config["evaluation"]["metric"], config["evaluation"]["mode"]) == (
         ("accuracy", "max") if is_classifier else ("loss", "min")
     )
@@ -85,14 +86,14 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
 
-@pytest.mark.parametrize("example", ["stub", "text"])
+@pytest.mark.parametrize("example", ["stub", "text", "gpt"])
 def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path, example: str) -> None:
     project = bake(template, tmp_path, example=example)
     source = template / PROJECT / "examples" / example
     for name in ("model.py", "dataset.py"):
         assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
     data = [path.name for path in source.iterdir() if path.suffix not in {".py", ".yaml"}]
-    assert data == {"stub": [], "text": ["sentences.json"]}[example]
+    assert data == {"stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
     assert [(project / name).read_bytes() for name in data] == [(source / name).read_bytes() for name in data]
     changes = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     config = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))

@@ -57,7 +57,7 @@ def begin_epochs(model: nn.Module, epochs: range) -> bool:
 def call_after_step(strategy: Strategy, step: int, log: Any) -> None:
     """Call after_step(model, step, log) of model.py. What it draws at random does not shift the run."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
-        with generators_restored(*strategy.context.devices):
+        with generators_restored(*strategy.context.devices), strategy.autocast():
             after_step(strategy.evaluation_model, step, log)
 
 
@@ -66,7 +66,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
     """Call on_evaluation_end(model, log) of model.py, with the model in eval mode. An error there is a warning."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
         strategy.module.eval()
-        with generators_restored(*strategy.context.devices), strategy.gathered():
+        with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:
                 on_evaluation_end(strategy.evaluation_model, log)
             except Exception:

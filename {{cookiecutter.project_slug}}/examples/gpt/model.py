@@ -1,0 +1,170 @@
+"""YOURS: the model and its loss. Here, a small GPT (Radford et al. 2019), which learns to continue a text.
+
+Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the functions that may be here besides.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from .dataset import Batch, DataConfig, decode, encode
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+NUM_NEW_TOKENS, TEMPERATURE = 200, 0.8  # of a continuation; a lower temperature keeps to what is likely
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's, dense bf16; add your GPU
+logger = logging.getLogger(__name__)
+
+
+class Speed:
+    """Counts the tokens that this rank has trained on since a moment; None: the end of the next step."""
+
+    num_tokens: int = 0
+    since: float | None = None
+
+
+speed = Speed()
+
+
+@dataclass
+class ModelConfig:
+    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+
+    num_layers: Annotated[int, Field(ge=1)] = 4
+    num_heads: Annotated[int, Field(ge=1)] = 4
+    hidden_size: Annotated[int, Field(ge=1)] = 128
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    vocabulary_size: Annotated[int, Field(ge=0)] = 0
+    """0: 256 for bytes, 50304 for a .bin file (GPT-2's 50257, rounded up for speed)."""
+    block_size: Annotated[int, Field(ge=0)] = 0
+    """0: data.block_size."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}.")
+
+
+def complete_config(model: ModelConfig, data: DataConfig) -> None:
+    """Fill in what the model's section takes over from the data's."""
+    model.vocabulary_size = model.vocabulary_size or (50304 if data.train_file.endswith(".bin") else 256)
+    model.block_size = model.block_size or data.block_size
+
+
+class Block(nn.Module):
+    """Attention to this and former places, then a network for each place; both add to what comes in, (B, T, size)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, self.num_heads = config.hidden_size, config.num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(size, bias=False), nn.LayerNorm(size, bias=False)
+        self.attention, self.attention_output = nn.Linear(size, 3 * size, bias=False), nn.Linear(size, size, bias=False)
+        self.mlp, self.mlp_output = nn.Linear(size, 4 * size, bias=False), nn.Linear(4 * size, size, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = self.attention(self.norm1(hidden)).unflatten(2, (3, self.num_heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # (B, T, 3, heads, size/heads) -> 3 of (B, heads, T, …)
+        dropout = self.dropout.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        hidden = hidden + self.dropout(self.attention_output(mixed.transpose(1, 2).flatten(2)))  # (B, T, size)
+        return hidden + self.dropout(self.mlp_output(F.gelu(self.mlp(self.norm2(hidden)))))
+
+
+class GPT(nn.Module):
+    """(B, T) tokens -> (B, T, vocabulary_size) logits of the token after each; T is at most block_size."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, self.block_size = config.hidden_size, config.block_size
+        self.tokens, self.places = nn.Embedding(config.vocabulary_size, size), nn.Embedding(self.block_size, size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # fsdp shards them one by one
+        self.norm = nn.LayerNorm(size, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.ndim > 1:  # what adds to `hidden` begins smaller, the more layers there are
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02)
+        # Forward, backward and attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        num_weights = sum(weight.numel() for weight in self.parameters()) - self.places.weight.numel()
+        self.flops_per_token = 6 * num_weights + 12 * config.num_layers * size * self.block_size
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.dropout(self.tokens(inputs) + self.places.weight[: inputs.shape[1]])  # (B, T, size)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.linear(self.norm(hidden), self.tokens.weight)  # input and output share the embedding
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    return GPT(config)
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of one micro-batch's tokens, in nats, and the (B, T, vocabulary_size) logits."""
+    logits = model(batch.inputs)  # `model(...)` itself, and once: under DDP gradients are averaged through that call
+    speed.num_tokens += batch.inputs.numel()
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()), logits
+
+
+def build_metrics(config: ModelConfig) -> "MetricCollection":
+    """The metrics of evaluation beside the loss: none, so update_metrics has nothing to do."""
+    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+
+    return MetricCollection({})
+
+
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None: ...
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
+    """The continuations of prompts (B, L), of which the first `lengths` tokens count. The random numbers follow from
+    the prompt, so a text depends neither on its neighbours in the batch nor on the ranks.
+    """
+    size: Any = model.block_size
+    generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
+    rows, places = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
+    tokens = F.pad(tokens, (0, NUM_NEW_TOKENS + size))
+    for _ in range(NUM_NEW_TOKENS):
+        first = (lengths - size).clamp(min=0)  # of the window that the model sees; padding is behind the last token
+        window = tokens.gather(1, first[:, None] + places)  # (B, size)
+        logits = model(window)[rows, lengths - first - 1].float()  # (B, vocabulary_size)
+        noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
+        # The largest sum with noise of Gumbel's distribution is a draw from the softmax.
+        tokens[rows, lengths] = (logits / TEMPERATURE - noise.to(logits.device).log()).argmax(1)
+        lengths = lengths + 1
+    return [decode(row[start : start + NUM_NEW_TOKENS].tolist()) for row, start in zip(tokens, starts, strict=True)]
+
+
+def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """The column that `run.py predict` writes, by name."""
+    return {"continuation": numpy.array(generate(model, *batch), dtype=object)}
+
+
+def on_evaluation_end(model: nn.Module, log: Any) -> None:
+    """Write a text that the model makes up to runs/<name>/media/ and to the tracker."""
+    prompt = torch.tensor([encode("\n")], device=next(model.parameters()).device)
+    log.text("sample", generate(model, prompt, torch.ones_like(prompt[:, 0]))[0])
+    speed.since = None
+
+
+def after_step(model: nn.Module, step: int, log: Any) -> None:
+    """Every 50 steps, write to the log how many tokens a second a device takes, and MFU: the part of its peak."""
+    now = time.perf_counter()
+    if speed.since is not None and step % 50 == 0:
+        rate = speed.num_tokens / (now - speed.since)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        peak = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+        mfu = "" if peak is None else f", MFU {rate * model.flops_per_token / peak:.1%}"
+        logger.info("step %d: %.0f tokens/s on each device%s", step, rate, mfu)
+    if speed.since is None or step % 50 == 0:
+        speed.since, speed.num_tokens = now, 0
