@@ -75,7 +75,7 @@ def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answ
 
 def test_model_and_data_of_the_small_examples_pass_their_tests(template: Path, tmp_path: Path) -> None:
     """The quick part of the tests above, for every `make test`."""
-    for example in ("folder", "stub", "text"):
+    for example in ("stub", "text"):
         project = bake(template, tmp_path, example=example, project_slug=example, package_name="z" * 40)
         assert num_passed(project, "tests/test_model.py", "tests/test_dataset.py") > 5
 

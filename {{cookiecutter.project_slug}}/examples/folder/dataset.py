@@ -45,19 +45,14 @@ class Batch(NamedTuple):
     weights: Tensor  # (B,) float32, how much the sample counts in the loss
 
 
-@dataclass(eq=False)
 class Images(Dataset[Batch]):
-    """Image files, each with the number of its class."""
+    """Image files, each with the number of its class; `weights` are those of the classes."""
 
-    samples: list[tuple[str, int]]
-    weights: Tensor  # of the classes
-    config: DataConfig
-    is_training: bool = False
-
-    def __post_init__(self) -> None:
-        self.label_names = self.config.class_names  # for reports and predictions
-        if self.config.check_files:
-            check_files([path for path, _ in self.samples])
+    def __init__(self, samples: list[tuple[str, int]], weights: Tensor, config: DataConfig, is_training: bool = False):
+        self.samples, self.weights, self.config, self.is_training = samples, weights, config, is_training
+        self.label_names = config.class_names  # for reports and predictions
+        if config.check_files:
+            check_files([path for path, _ in samples])
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -94,8 +89,7 @@ def check_files(paths: list[str]) -> None:
         except Exception as error:  # a broken file fails anywhere in Pillow
             problems.append(f"{path} ({one_line(error)})")
     if problems:
-        first = "; ".join(problems[:3])
-        raise ConfigError(f"{len(problems)} of {len(paths)} images cannot be read: {first}. Replace or remove them.")
+        raise ConfigError(f"{len(problems)} images cannot be read. Replace or remove them: {'; '.join(problems[:3])}")
 
 
 def build_datasets(config: DataConfig) -> tuple[Images, ...]:
@@ -136,10 +130,11 @@ def find_splits(config: DataConfig) -> dict[str, list[Path]]:
     folder = ROOT / config.folder
     if config.folder == DIGITS and not folder.exists():  # build_datasets() makes it
         return {"train": [folder / digit for digit in "0123456789"]}
-    if not folder.is_dir():
-        raise ConfigError(f"data.folder={config.folder}: there is no folder {folder}. Name one with a folder a class.")
     inner = {SPLITS[path.name]: sorted(path.glob("[!.]*/")) for path in folder.glob("*/") if path.name in SPLITS}
-    return inner if inner.get("train") else {"train": sorted(folder.glob("[!.]*/"))}
+    splits = inner if inner.get("train") else {"train": sorted(folder.glob("[!.]*/"))}
+    if not splits["train"]:
+        raise ConfigError(f"data.folder={config.folder}: there are no folders in {folder}. Make one for each class.")
+    return splits
 
 
 def list_images(folder: Path) -> list[str]:

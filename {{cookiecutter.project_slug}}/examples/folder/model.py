@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from .dataset import Batch, DataConfig, find_splits
-from .errors import ConfigError
 
 
 @dataclass
@@ -36,10 +35,9 @@ class ModelConfig:
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
     """Fill in the names of the classes, when the config is read: those of the folders, sorted."""
-    folders = [] if data.class_names else [path for paths in find_splits(data).values() for path in paths]
-    model.class_names = data.class_names = data.class_names or sorted({path.name for path in folders})
-    if len(data.class_names) < 2:
-        raise ConfigError(f"data.folder={data.folder}: holds less than two folders of images. Make one for each class.")
+    if not data.class_names:
+        data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
+    model.class_names = data.class_names
 
 
 def build_model(config: ModelConfig) -> nn.Module:

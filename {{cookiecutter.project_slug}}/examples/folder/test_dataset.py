@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-from PIL import Image
-
-from template_package.dataset import DataConfig, build_datasets, read_inputs, write_digits
+from template_package.dataset import DataConfig, build_datasets, write_digits
 
 
 def test_splits_are_disjoint_and_a_missing_class_neither_moves_nor_renumbers_images(tmp_path: Path) -> None:
@@ -16,10 +13,3 @@ def test_splits_are_disjoint_and_a_missing_class_neither_moves_nor_renumbers_ima
     (tmp_path / "digits" / "3").rename(tmp_path / "3")
     for before, after in zip((train, validation), build_datasets(config), strict=True):
         assert {*after.samples} == {sample for sample in before if sample[1] != 3} != before
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "LA", "RGBA", "RGB"])
-def test_images_of_any_mode_and_size_are_read(tmp_path: Path, mode: str) -> None:
-    Image.new(mode, (40, 20)).save(tmp_path / "image.png")
-    images, names = read_inputs(str(tmp_path), DataConfig(class_names=["a", "b"]))
-    assert (images[0].inputs.shape, names) == ((3, 16, 16), ["image.png"])
