@@ -34,7 +34,7 @@ LIBRARIES = set(
     pandas pathspec peft pillow pip platformdirs pluggy prettytable propcache protobuf psutil py pyarrow pyasn1
     pycparser pydantic pydantic-core pygments pynvml pyparsing pytest pyyaml regex requests rich ruff
     safetensors scikit-learn scipy sentencepiece setuptools six sklearn skops sqlalchemy sqlparse starlette
-    sympy tensorboard threadpoolctl tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm trackio
+    sympy tensorboard threadpoolctl timm tokenizers torch torchaudio torchgen torchmetrics torchvision tqdm trackio
     transformers triton typer typing-extensions typing-inspection urllib3 uvicorn uvloop wandb watchfiles
     wcwidth websockets werkzeug wheel workload xxhash yaml yarl zipp
     """.split()

@@ -22,6 +22,7 @@ SINGLE = [{key: value} for key, values in CHOICES.items() if key != "smoke_test"
 COMBINED = [
     {"example": "stub", "tools": "none", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
     {"example": "stub", "tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
+    {"example": "folder", "tracker": "none", "extra_strategies": "all", "license": "Apache-2.0"},
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
     {"example": "text", "tools": "none", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
     {"example": "gpt", "tracker": "none", "license": "none", "package_name": "ab"},
@@ -29,7 +30,7 @@ COMBINED = [
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 LIBRARY_OF = {
     "tracker": dict(zip(TRACKERS, TRACKERS, strict=True)),
-    "example": {"image": "scikit-learn"},
+    "example": dict.fromkeys(("image", "folder"), "scikit-learn"),
     "tools": {"all": "matplotlib"},
 }
 
@@ -86,14 +87,14 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
 
-@pytest.mark.parametrize("example", ["stub", "text", "gpt"])
+@pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt"])
 def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path, example: str) -> None:
     project = bake(template, tmp_path, example=example)
     source = template / PROJECT / "examples" / example
     for name in ("model.py", "dataset.py"):
         assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
     data = [path.name for path in source.iterdir() if path.suffix not in {".py", ".yaml"}]
-    assert data == {"stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
+    assert data == {"folder": [], "stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
     assert [(project / name).read_bytes() for name in data] == [(source / name).read_bytes() for name in data]
     changes = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     config = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))

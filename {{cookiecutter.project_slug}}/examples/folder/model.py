@@ -1,0 +1,111 @@
+"""YOURS: the model and its loss. Here, a small residual network, or one of torchvision or timm with its weights.
+
+Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the optional functions.
+"""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from .dataset import Batch, DataConfig, find_splits
+
+
+@dataclass
+class ModelConfig:
+    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+
+    pretrained: Annotated[str, Field(pattern="^(torchvision|timm):.")] | None = None
+    channels: Annotated[int, Field(multiple_of=8, gt=0)] = 32  # 8 groups of GroupNorm
+    num_blocks: list[Annotated[int, Field(ge=1)]] = field(default_factory=lambda: [1, 1, 1])
+    stem_stride: Annotated[int, Field(ge=1, le=8)] = 1
+    class_names: list[str] = field(default_factory=list)  # filled in; a checkpoint is not used with other classes
+
+    def __post_init__(self) -> None:
+        library = (self.pretrained or "").partition(":")[0]
+        if library and find_spec(library) is None:
+            command = f"python -m pip install -c constraints.txt torch torchvision{' timm' * (library == 'timm')}"
+            raise ValueError(f"pretrained={self.pretrained}: {library} is not installed. Run {command}")
+
+
+def complete_config(model: ModelConfig, data: DataConfig) -> None:
+    """Fill in the names of the classes, when the config is read: those of the folders, sorted."""
+    if not data.class_names:
+        data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
+    model.class_names = data.class_names
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    """The network: (B, 3, image_size, image_size) images -> (B, num_classes) logits."""
+    num_classes, (library, _, name) = len(config.class_names), (config.pretrained or "").partition(":")
+    if library == "timm":
+        network: nn.Module = import_module(library).create_model(name, pretrained=True, num_classes=num_classes)
+    elif library == "torchvision":
+        network = import_module("torchvision.models").get_model(name, weights="DEFAULT")
+        last, layer = [named for named in network.named_modules() if isinstance(named[1], nn.Linear)][-1]
+        network.set_submodule(last, nn.Linear(layer.in_features, num_classes))
+    else:  # a residual network (He et al. 2016, arXiv:1512.03385): each stage but the first halves height and width
+        width, stride = config.channels, config.stem_stride
+        layers = [convolution(3, width, 2 * stride + 1, stride), nn.ReLU()]
+        for stage, num_blocks in enumerate(config.num_blocks):
+            for block in range(num_blocks):
+                stride = 2 if stage and not block else 1
+                layers.append(Block(width, width * stride, stride))
+                width *= stride
+        network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))
+    return network
+
+
+class Block(nn.Module):
+    """(B, num_inputs, H, W) -> (B, width, H / stride, W / stride): two convolutions beside a shortcut."""
+
+    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = convolution(num_inputs, width, 3, stride), convolution(width, width, 3, 1)
+        self.shortcut = convolution(num_inputs, width, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.relu(self.second(F.relu(self.first(images))) + self.shortcut(images))
+
+
+def convolution(num_inputs: int, width: int, size: int, stride: int) -> nn.Module:
+    # GroupNorm sees one sample at a time. BatchNorm's statistics would depend on how a batch is cut among devices.
+    return nn.Sequential(nn.Conv2d(num_inputs, width, size, stride, size // 2, bias=False), nn.GroupNorm(8, width))
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of one micro-batch, a mean weighted by class, and the (B, num_classes) logits."""
+    logits = model(batch.inputs)  # once, and no part of the model: under DDP this call averages the gradients
+    losses = F.cross_entropy(logits, batch.targets, reduction="none")
+    return (losses * batch.weights).sum() / batch.weights.sum(), logits
+
+
+def loss_weight(batch: Batch) -> Tensor:
+    """The number that compute_loss divides by, so that class weights count the same on any number of ranks."""
+    return batch.weights.sum()
+
+
+def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The columns that `run.py predict` writes, (B,) each. A `label` is shown by its name."""
+    probabilities, labels = model(batch.inputs).float().softmax(1).max(1)
+    return {"label": labels, "probability": probabilities}
+
+
+def build_metrics(config: ModelConfig) -> Any:
+    """The metrics that evaluation reports beside the loss; a confusion_matrix becomes a report of each class."""
+    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+    num_classes = len(config.class_names)
+    accuracy = MulticlassAccuracy(num_classes, average="micro")
+    return MetricCollection({"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(num_classes)})
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
+    """Count one evaluated micro-batch; the trainer adds the counts of all ranks."""
+    metrics.update(outputs, batch.targets)
