@@ -212,7 +212,7 @@ def main() -> None:
         project = baking.bake(template, Path(folder), example="gpt") if missing else Path()
         for way, seed in missing[: options.at_most]:
             run = results[way][str(seed)] = measure(project, way, seed)
-            RESULTS.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
             print(f"{way}, seed {seed}: {run['validation'][str(STEPS)]:.4f}, {run['tokens_per_second']:,.0f} tokens/s")
     if len(missing) <= options.at_most:
         write_page(results)

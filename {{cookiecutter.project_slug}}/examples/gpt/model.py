@@ -157,7 +157,7 @@ def on_evaluation_end(model: nn.Module, log: Any) -> None:
     speed.since = None
 
 
-def after_step(model: nn.Module, step: int, log: Any) -> None:
+def after_step(model: Any, step: int, log: Any) -> None:
     """Every 50 steps, write to the log how many tokens a second a device takes, and MFU: the part of its peak."""
     now = time.perf_counter()
     if speed.since is not None and step % 50 == 0:
