@@ -52,5 +52,5 @@ def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
     So the groups of a user's build_optimizer() may have different rates, and each follows the schedule.
     """
     for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", group["lr"])  # saved with the optimizer, so it outlives a resume
+        initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

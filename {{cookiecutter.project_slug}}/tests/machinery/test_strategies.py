@@ -199,6 +199,7 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     first.backward(first.model(torch.ones(1, 2)).sum(), 1.0)
     first.optimizer_step(None)
     second.load_state_dict(first.state_dict())
+    set_learning_rate(second.optimizer, 0.1, 0.2)  # the config's, in every step; a state does not bring it
     assert_equal(second.state_dict(), first.state_dict())
 
 
