@@ -231,7 +231,7 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 
 
 def ask_git(folder: Path, *words: str) -> str | None:
-    """What git prints, or None if it fails or is not installed."""
+    """The output of git, or None if it fails or is not installed."""
     try:
         return subprocess.check_output(["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):

@@ -14,8 +14,7 @@ from .errors import ConfigError, one_line
 
 def other_words() -> dict[str, dict[str, str]]:
     """Our keys and values, each with the words that other tools use for it."""
-    words: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes())
-    return words
+    return dict(yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes()))
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who gets which samples, without processes: every rank's requests side by side."""
+"""Tests of who gets which samples, without processes: every rank's requests side by side."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ This process reads the files that they leave. Nothing stays when it passes; when
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,9 +57,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
     _run("training on two ranks", settings)
     saved = first / "checkpoints" / f"step_{SAVED_STEP:08d}.pt"
     _require(saved.exists(), f"training left no checkpoint {saved}")
-    for line in (first / "logs" / "rank_0.log").read_text(encoding="utf-8").splitlines():
-        if "warning: " in line:
-            print(line.partition("warning: ")[2])
+    print(*re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")), sep="", end="")
 
     # The second run finds the files that a run killed after the saved step would have left.
     shutil.copytree(first, second, ignore=shutil.ignore_patterns(f"step_{LAST_STEP:08d}.pt", "best.pt"))

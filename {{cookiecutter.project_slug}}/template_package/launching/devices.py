@@ -26,7 +26,6 @@ from ..errors import ConfigError, one_line
 GIB = 2**30
 LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
 POLL_SECONDS = 3.0
-WHEELS = {12: "https://download.pytorch.org/whl/cu126"}  # by the CUDA version of the driver
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,8 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     built, driver = torch.version.cuda or "", nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
     if built and driver < int(built.partition(".")[0]):
         problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
-        command = f"python -m pip install --force-reinstall torch --index-url {WHEELS.get(driver, 'URL')}"
-        raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or type: {command}")
+        command = "python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+        raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or, for CUDA 12, type: {command}")
     present, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:

@@ -74,8 +74,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    A stop signal goes through the store to training/stopping.py. Before a rank is READY, or at a second Ctrl-C, all are
-    killed.
+    A stop signal goes through the store to training/stopping.py. Until one is READY, or at a second Ctrl-C, all die.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)

@@ -156,11 +156,16 @@ def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) 
     """RuntimeError, on every rank, that names the first tensor which is not the same to the bit on all of them."""
     if not tensors:
         return
-    whole = [torch.view_as_real(t) if t.is_complex() else t for t in map(Tensor.detach, tensors.values())]
-    sums = torch.stack([torch.hash_tensor(tensor).view(torch.int64).to(device) for tensor in whole])
+    sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
     # Two's complement: the largest of -x is minus the smallest of x, so one MAX compares both ends.
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
     for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
             remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
             raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64 scalar: the XOR of all elements plus the sum of all bytes. By XOR alone, all ones would equal all zeros."""
+    content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
+    return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

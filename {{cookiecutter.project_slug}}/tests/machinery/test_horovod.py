@@ -1,4 +1,4 @@
-"""What is Horovod's own; what holds for every strategy is in test_strategies.py."""
+"""Tests of Horovod alone; test_strategies.py has those that hold for every strategy."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.strategies.common import resolve_precision
 from template_package.strategies.ddp import DistributedDataParallelStrategy
-from template_package.training.checks import FiniteCheck
+from template_package.training.checks import FiniteCheck, checksum
 
 from conftest import Project
 
@@ -161,6 +161,15 @@ def test_first_step_that_was_not_finite_is_named() -> None:
     FiniteCheck(RankContext()).raise_if_found(finite, step=5)
     with pytest.raises(FailureError, match="the loss of step 5, or its gradient"):
         FiniteCheck(RankContext()).raise_if_found(infinite, step=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_checksum_tells_constants_and_single_bits_apart(dtype: torch.dtype) -> None:
+    zeros, ones = torch.zeros(4, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype)
+    flipped = zeros.clone()
+    flipped.view(-1).view(torch.uint8)[-1] = 1
+    assert len({int(checksum(tensor)) for tensor in (zeros, ones, flipped)}) == 3
+    assert checksum(ones.t()) == checksum(ones) and checksum(ones[0, 0]) != checksum(zeros[0, 0])
 
 
 def test_comparison_of_replicas_includes_buffers_that_no_checkpoint_holds() -> None:

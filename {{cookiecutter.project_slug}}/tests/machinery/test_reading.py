@@ -18,7 +18,7 @@ from template_package.training.evaluation import EvaluationLoader
 
 
 class Encoding(UserDict[str, Any]):
-    """As a tokenizer's output: its items are attributes too."""
+    """A mapping whose items are attributes too, as a tokenizer returns it."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.data:

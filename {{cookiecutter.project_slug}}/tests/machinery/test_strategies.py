@@ -1,4 +1,4 @@
-"""What holds for every strategy: it trains as one process does, evaluates exactly, and its checkpoints are anyone's."""
+"""Tests for every strategy: it trains as one process does, evaluates exactly, and its checkpoints are anyone's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Runs:
 
 
 def words(strategy: str) -> list[str]:
-    """What a run's command says, but for the case."""
+    """The settings of a run with this strategy, without those of a case."""
     name = "ddp" if strategy == SINGLE else strategy
     return [f"strategy={name}", f"device_ids={DEVICES.get(strategy, 'cpu,cpu')}", *COMMON]
 

@@ -26,7 +26,7 @@ class ModelConfig:
     """The loss is a mean over the samples' lengths, not over samples."""
     has_unused_parameter: bool = False
     fault: str = "none"
-    """What goes wrong on fault_rank at fault_step, see compute_loss."""
+    """The fault of fault_rank at fault_step, see compute_loss."""
     fault_rank: int = 1
     fault_step: int = 3
     seconds_per_step: float = 0.0
