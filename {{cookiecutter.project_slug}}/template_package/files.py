@@ -1,9 +1,7 @@
 """Files of a run: where they lie, and how they are written so that a killed job leaves the old ones whole."""
 
 import json
-import logging
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 from .errors import FailureError
 
 RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another folder than runs/
-logger = logging.getLogger(__name__)
 
 
 def run_directory(name: str) -> Path:
@@ -27,22 +24,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, flush it to the disk and rename it; one retry, then a FailureError."""
+    """Let `write` fill a file beside `path`, flush it to the disk and rename it. FailureError if the disk refuses."""
     beside = path.with_name(f".{path.name}.tmp")
-    for is_retry in (False, True):
-        try:
-            write(beside)
-            with beside.open("rb") as file:
-                os.fsync(file.fileno())
-            beside.replace(path)  # rename is atomic: a killed job leaves the old file whole
-            return
-        except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)  # a full disk would stay full
-            if is_retry:
-                raise disk_failure(path, error) from error
-            logger.warning("cannot write %s (%s): trying again in a second", path, error.strerror)
-            time.sleep(1.0)  # a network disk that stumbles, a full one that somebody clears
+    try:
+        write(beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)  # rename is atomic: a killed job leaves the old file whole
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)  # a full disk would stay full
+        raise disk_failure(path, error) from error
 
 
 def disk_failure(path: Path, error: OSError) -> FailureError:

@@ -106,7 +106,6 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
 
 
 def run_command(line: CommandLine) -> int:
-    """The exit code of a command other than train."""
     return int(import_module(f".{line.command}", __package__).main(line))
 
 

@@ -18,7 +18,6 @@ from ..files import run_directory, write_whole
 from ..launching.distributed import gather_objects, rank_context
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checks import is_out_of_memory
 from ..training.evaluation import EvaluationLoader
 from ..training.stopping import beat, hang_watch
 from . import CommandLine
@@ -26,7 +25,7 @@ from .evaluate import find_checkpoint, restore
 
 _data: Any = user_data
 _model: Any = user_model  # Any: the functions that this command calls there are optional
-AUTO_MICRO_BATCH_SIZE = 256
+AUTO_MICRO_BATCH_SIZE = 64
 NUM_SHOWN = 20
 logger = logging.getLogger(__name__)
 
@@ -48,10 +47,10 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         read = partial(_data.read_inputs, source, config.data)
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
         with hang_watch(context, config.launch, directory):
-            size = config.evaluation.micro_batch_size
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
             label_names = getattr(dataset, "label_names", None)
-            size = AUTO_MICRO_BATCH_SIZE if size == "auto" else size
+            sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
+            size = next((int(size) for size in sizes if size != "auto"), AUTO_MICRO_BATCH_SIZE)
             parts = gather_objects(_predict_part(strategy, loader, label_names, size))
         strategy.close()
         if parts is not None:  # rank 0
@@ -66,23 +65,18 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 def _predict_part(
     strategy: Strategy, loader: EvaluationLoader, label_names: list[str] | None, size: int
 ) -> dict[int, dict[str, Any]]:
-    """{index: row} of this rank's inputs, in micro-batches of `size`, or of half of it if memory runs out."""
+    """{index: row} of this rank's inputs, in micro-batches of `size`."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
-    try:
-        for batch, request in loader.read(size):
-            beat()
-            with strategy.autocast():
-                columns = _model.predict(strategy.evaluation_model, batch)
-            lists = [column.tolist() for column in columns.values()]
-            for index, *values in zip(request.indices, *lists, strict=True):
-                if request.num_samples:
-                    row = dict(zip(columns, values, strict=True))
-                    if label_names is not None and "label" in row:
-                        row["label"] = label_names[row["label"]]
-                    rows[index] = row
-        return rows
-    except RuntimeError as error:
-        if size == 1 or strategy.has_collective_forward or not is_out_of_memory(error):
-            raise
-    return _predict_part(strategy, loader, label_names, -(-size // 2))
+    for batch, request in loader.read(size):
+        beat()
+        with strategy.autocast():
+            columns = _model.predict(strategy.evaluation_model, batch)
+        lists = [column.tolist() for column in columns.values()]
+        for index, *values in zip(request.indices, *lists, strict=True):
+            if request.num_samples:
+                row = dict(zip(columns, values, strict=True))
+                if label_names is not None and "label" in row:
+                    row["label"] = label_names[row["label"]]
+                rows[index] = row
+    return rows

@@ -95,7 +95,6 @@ def _run(task: str, words: list[str], command: str = "train") -> None:
 
 
 def _losses(run: Path) -> dict[int, float]:
-    """The training loss of each step in metrics.jsonl."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
 

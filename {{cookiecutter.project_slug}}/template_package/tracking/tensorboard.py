@@ -16,7 +16,6 @@ class Tracker:
         self.close = self._writer.close
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
-        """Add one point to each curve."""
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()

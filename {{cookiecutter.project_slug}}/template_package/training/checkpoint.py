@@ -6,7 +6,6 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,21 +43,12 @@ class CheckpointFolder:
         self._is_verified = False
 
     def newest_first(self) -> list[Path]:
-        """The checkpoints that a run can continue from. best.pt comes last, unless it is of a later step."""
+        """The checkpoints that a run can continue from. best.pt comes last."""
         if not os.path.lexists(self.folder):  # a link may lead to a disk that is away: then listdir raises
             return []
-        paths = self._steps_newest_first()
-        if not self.best.exists():
-            return paths
-        with suppress(Exception):  # damaged: load_checkpoint() says so
-            step = torch.load(self.best, map_location="cpu", weights_only=True, mmap=True)["step"]  # reads no weights
-            if not paths or f"step_{step:08d}.pt" > paths[0].name:
-                return [self.best, *paths]
-        return [*paths, self.best]
-
-    def _steps_newest_first(self) -> list[Path]:
         names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name)]
-        return [self.folder / name for name in sorted(names, reverse=True)]
+        paths = [self.folder / name for name in sorted(names, reverse=True)]
+        return [*paths, self.best] if self.best.exists() else paths
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint, and drop those that are no longer among the last."""
@@ -72,7 +62,7 @@ class CheckpointFolder:
             self._is_verified = True
         if self._keep_last is not None and not is_best:
             # Not those of later steps: they could not be read at the last start, and say nothing of what is old.
-            former = [other for other in self._steps_newest_first() if other.name <= path.name]
+            former = [other for other in self.newest_first() if self.best != other and other.name <= path.name]
             for old in former[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
@@ -158,9 +148,6 @@ def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> F
         raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
     path, state = readable
     check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
-    if wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
-        remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
-        raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
     return Found(state, is_best=path == checkpoints.best)
 
 

@@ -217,7 +217,7 @@ def class_scores(matrix: list[list[int]], label_names: Sequence[str]) -> list[di
 
 
 def write_report(stem: Path, title: str, matrix: list[list[int]], label_names: Sequence[str]) -> None:
-    """Write <stem>.json and .txt, and the matrix as <stem>.png if matplotlib is installed."""
+    """Write <stem>.json, and .txt for people. The page of `run.py report` draws the matrix."""
     rows = class_scores(matrix, label_names)
     stem.parent.mkdir(exist_ok=True)
     write_json(Path(f"{stem}.json"), {"title": title, "classes": rows, "confusion_matrix": matrix})
@@ -228,11 +228,3 @@ def write_report(stem: Path, title: str, matrix: list[list[int]], label_names: S
     for row, counts in zip(rows, matrix, strict=False):
         lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
     Path(f"{stem}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    try:
-        from torchmetrics.utilities.plot import plot_confusion_matrix
-
-        labels = [row["label"] for row in rows[: len(matrix)]]
-        figure, _ = plot_confusion_matrix(torch.tensor(matrix), labels=labels, add_text=len(matrix) <= 30)
-        figure.savefig(Path(f"{stem}.png"), dpi=130, bbox_inches="tight")
-    except Exception:  # no matplotlib, or its fonts and settings: no run ends for a picture
-        Path(f"{stem}.png").unlink(missing_ok=True)

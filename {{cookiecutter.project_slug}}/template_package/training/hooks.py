@@ -1,8 +1,6 @@
 """The optional functions of model.py that the trainer calls between steps, and a look for misspelt ones."""
 
-import inspect
 import logging
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -75,16 +73,9 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def warn_of_close_names(*datasets: Any) -> None:
-    """Name functions of model.py and dataset.py, and attributes of the data sets, that seem misspelt and unused."""
-    for module in (user_model, user_data):
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        if module is user_data:
-            attributes = [name for dataset in datasets for name in getattr(dataset, "__dict__", ())]
-            names += [name for name in attributes if name.startswith(("sample_", "label_"))]
-        source = inspect.getsource(module)
-        for name in dict.fromkeys(names):
-            is_used = re.search(rf"(?<!def )\b{name}\b(?!\s*[:=][^=])", source)
-            close = get_close_matches(name, FUNCTIONS, n=1)
-            if name not in FUNCTIONS and close and not is_used:
-                words = "warning: %s in %s: nothing calls it. Did you mean %s?"
-                logger.warning(words, name, f"{module.__name__.rpartition('.')[2]}.py", close[0])
+    """Name the functions of model.py and dataset.py, and the attributes of data sets, that seem misspelt."""
+    places = (user_model, user_data, *datasets)
+    for name in dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ())):
+        close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)
+        if close and name not in FUNCTIONS:
+            logger.warning("warning: nothing calls or reads %s. Did you mean %s?", name, close[0])

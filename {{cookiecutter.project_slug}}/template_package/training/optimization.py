@@ -104,7 +104,6 @@ class WeightAverage:
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load such a state dict, which rank 0 has."""
         self.is_begun = True
         with self.in_place():
             self._strategy.set_weights(weights)

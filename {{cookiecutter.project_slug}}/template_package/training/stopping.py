@@ -61,7 +61,6 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Restore the former signal handlers."""
         self._closed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import random
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from template_package.data.loader import get_random_states, seed_generators, set_random_states
-from template_package.errors import ConfigError, FailureError
+from template_package.errors import ConfigError
 from template_package.files import write_whole
 from template_package.training.checkpoint import (
     KEYS,
@@ -72,22 +71,6 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_whole(path, fail)
     assert load_checkpoint(path)["step"] == 1
     assert CheckpointFolder(tmp_path).newest_first() == [path]
-
-
-def test_disk_that_stumbles_is_tried_again_once(tmp_path: Path) -> None:
-    tries = []
-
-    def write(beside: Path) -> None:
-        tries.append(beside)
-        beside.write_bytes(b"whole")
-        if len(tries) != 2:
-            raise OSError(errno.EIO, "the disk stumbles")
-
-    write_whole(tmp_path / "file", write)
-    assert len(tries) == 2 and (tmp_path / "file").read_bytes() == b"whole"
-    with pytest.raises(FailureError, match=r"cannot write .*file: the disk stumbles"):
-        write_whole(tmp_path / "file", write)
-    assert len(tries) == 4 and os.listdir(tmp_path) == ["file"]
 
 
 def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path) -> None:

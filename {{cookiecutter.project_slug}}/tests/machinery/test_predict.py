@@ -83,17 +83,3 @@ def test_the_input_is_any_word_but_a_setting() -> None:
 def test_one_input_is_needed(project: Project, words: list[str]) -> None:
     output = project.run("predict", *words, code=2)
     assert output.startswith("error: predict ") and "takes one input" in output and "in quotes" in output
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_memory_that_runs_out_on_one_rank_halves_its_micro_batches(project: Project, rank: int) -> None:
-    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
-    project.edit("model.py", "\ndef build_metrics(", PREDICT)
-    project.run()
-    fault = (
-        f"if len(batch.inputs) > 4 and torch.distributed.get_rank() == {rank}:\n        raise torch.OutOfMemoryError"
-    )
-    first = "    outputs = model(batch.inputs)\n    return"
-    project.edit("model.py", first, f"    {fault}\n{first}")
-    project.run("predict", "37", "device_ids=cpu,cpu")
-    assert [row["input"] for row in rows(project)] == [f"number {i}" for i in range(37)]

@@ -176,14 +176,6 @@ def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Pro
     assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]
 
 
-def test_newer_best_checkpoint_is_continued_from(project: Project) -> None:
-    words = ("evaluation.every_steps=3", "evaluation.every_epochs=null")
-    project.run(*words, "training.max_steps=9")
-    assert project.json("run", "summary.json")["best"]["step"] == 9
-    (project.directory("run") / "checkpoints" / "step_00000009.pt").unlink()  # as if it had not been due
-    assert "resuming after step 9 of 10" in project.run(*words, "training.max_steps=10")
-
-
 def test_field_marked_as_free_may_change_and_others_not(project: Project) -> None:
     project.edit(
         "model.py", "dropout: float = 0.0", "dropout: float = field(default=0.0, metadata={'decisive': False})"
