@@ -113,8 +113,8 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
         choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
         context = replace(context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
-    torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
-
+    if context.local_world_size > 1:  # one rank has all cores by itself, and MKL is slower once it is told a number
+        torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
     # A connection of its own, made now: another thread may wait on that one, and to search a lost store takes minutes.
     store = context.store.clone()
 
