@@ -80,7 +80,7 @@ def run_processes(
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
     processes = [context.Process(target=_main, args=(work, own)) for own in arguments]
     signals: list[int] = []
-    with _stop_signals_call(signals.append):  # before the first rank starts, which would wait for others
+    with stop_signals_call(signals.append):  # before the first rank starts, which would wait for others
         try:
             with signals_blocked():
                 for process in processes:
@@ -191,11 +191,11 @@ def stop_signals_end() -> AbstractContextManager[None]:
     def end(number: int) -> None:
         raise StopRun(128 + number)
 
-    return _stop_signals_call(end)
+    return stop_signals_call(end)
 
 
 @contextmanager
-def _stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
+def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
     """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for other stop signals."""
 
     def handler(number: int, _: FrameType | None) -> None:

@@ -17,14 +17,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 import torch.distributed as dist
 
 from ..config import LaunchConfig
 from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, STOP_SIGNALS, early_requests
+from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, early_requests, stop_signals_call
 
 POLL_SECONDS = 0.2
 logger = logging.getLogger(__name__)
@@ -49,21 +48,20 @@ class StopRequest:
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = signal.SIGTERM if early_requests else None
         self._decided, self._closed = threading.Event(), threading.Event()
-        # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
-        wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         # A connection of its own: a thread that waits for an answer would hold up the other.
         self._store = context.store.clone()
-        self._store.set(READY, "1")
-        threading.Thread(target=self._watch, daemon=True).start()
+        # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
+        self._handlers = stop_signals_call(self._receive)
 
     def __enter__(self) -> StopRequest:
+        self._handlers.__enter__()
+        self._store.set(READY, "1")
+        threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(None, None, None)
         if kind is StopRun and self._context.world_size == 1 and self._received is not None:
             raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
@@ -81,8 +79,7 @@ class StopRequest:
             logger.info("saved: the same command continues")
             raise StopRun(128 + self.signal_number)
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        number = number if number == signal.SIGINT else signal.SIGTERM
+    def _receive(self, number: int) -> None:
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         if self._context.world_size == 1 and self._received is None:
