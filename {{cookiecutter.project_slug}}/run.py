@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
+os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here, and its import would fail
 
 if TYPE_CHECKING:  # imports stand in the functions: the process that starts the ranks does not load the trainer
     from template_package.config import Config
