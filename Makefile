@@ -36,7 +36,7 @@ test: lint size  ## check style, types and size, run the project's own tests and
 	cd "$(PROJECT)" && $(PYTEST) --ignore=tests/machinery
 	$(PYTEST) -m "not slow"
 
-test-all: $(READY)  ## run the tests that `make test` leaves out (30 minutes on two cores)
+test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (30 minutes on two cores)
 	cd "$(PROJECT)" && $(PYTEST) tests/machinery
 	$(PYTEST) -m slow
 
