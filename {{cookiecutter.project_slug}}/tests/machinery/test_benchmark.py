@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -12,16 +13,8 @@ from typing import Any
 
 import pytest
 
-from template_package.commands import CommandLine
-from template_package.commands.benchmark import main, rounds
-from template_package.commands.benchmark.rounds import (
-    Row,
-    as_markdown,
-    compare,
-    find_reason,
-    plan_rows,
-    summarize_runs,
-)
+from template_package.commands import CommandLine, benchmark
+from template_package.commands.benchmark import Row, as_markdown, compare, find_reason, main, plan_rows, summarize
 from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project
@@ -43,6 +36,7 @@ class NotTraining(DistributedDataParallelStrategy):
 
 STRATEGY = NotTraining
 """
+KEYS = "seconds_per_step samples_per_second startup_seconds waiting_share first_loss final_loss".split()
 needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
 
 
@@ -77,7 +71,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert 1e-6 < abs(losses["ddp, 16-bit"] / reference - 1) < 0.05
     assert [name for name, row in rows.items() if row["is_loss_wrong"]] == ["fsdp"]
     # 103 samples in batches of 16: a whole epoch, with its short batch, is warm-up.
-    assert report["num_warm_up_steps"] == 7
+    assert all(run["num_warm_up_steps"] == 7 for run in runs.values())
     for row in rows.values():
         assert 0 < row["seconds_per_step"] < row["startup_seconds"] and row["peak_memory_mib"] > 0
         assert row["samples_per_second"] == pytest.approx(16 / row["seconds_per_step"], rel=0.1)
@@ -88,7 +82,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     folder = project.directory("b") / "benchmark"
     assert "must be one of ddp, fsdp." in (folder / "data_parallel.log").read_text(encoding="utf-8")
     text = (folder / "benchmark.md").read_text(encoding="utf-8")
-    assert output.endswith(f"\n{text}") and "benchmark 7 (round 1 of 1): fsdp\n" in output
+    assert output.endswith(f"\n{text}") and "round 1 of 1: fsdp\n" in output
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
     assert not (folder / "run").exists()
@@ -120,8 +114,8 @@ def test_signal_leaves_the_table_of_what_was_measured_and_no_process(
 ) -> None:
     with project.start("benchmark", "benchmark.steps=3", "name=b") as process:
         assert process.stdout is not None
-        for row in range(rows + 1):  # the line of a row is written when it begins
-            assert process.stdout.readline().startswith(f"benchmark {row + 1} (")
+        for row in ["one device", "ddp", "ddp, torchrun"][: rows + 1]:  # the line of a row is written when it begins
+            assert process.stdout.readline() == f"round 1 of 3: {row}\n"
         # The next row's processes: the one that will start the ranks; torchrun and its ranks.
         are_there = has_processes(project.folder, [2, 4][rows - 1].__le__)
         os.killpg(process.pid, number)
@@ -158,8 +152,8 @@ def test_each_round_has_another_order_and_a_failed_row_is_not_tried_again(
         names.append(row.name)
         row.reason = "it fails" * (row.name == "c")
 
-    monkeypatch.setattr(rounds, "_run_once", run)
-    rounds._run_rounds([Row(name, ["cpu"]) for name in "abcd"], [], 3, tmp_path)
+    monkeypatch.setattr(benchmark, "_run_once", run)
+    benchmark._run_rounds([Row(name, ["cpu"]) for name in "abcd"], [], 3, tmp_path)
     assert "".join(names) == "abcd" + "bda" + "dab"
 
 
@@ -168,14 +162,17 @@ def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
     assert [row.name for row in rows[:5]] == ["one device", "ddp", "ddp, torchrun", "ddp, 16-bit", "ddp, compile"]
     assert {"data_parallel", "fsdp"} <= {row.strategy for row in rows[5:]} and not any(row.reason for row in rows)
     assert rows[0].device_ids == ["0"] and all(row.device_ids == ["0", "2", "5"] for row in rows[1:])
-    command = "torchrun --standalone --nproc-per-node=3 run.py 'data.name=a b' device_ids=0,2,5 strategy=ddp"
-    typed = ["benchmark", "benchmark.steps=9", "data.name=a b", "device_ids=auto", "training.compile=true"]
-    assert rows[2].command(typed).startswith(command)
+    run = {"peak_memory_mib": [900.0], **dict.fromkeys(KEYS, 1.0)}
+    typed = ["--config=big.yaml", "data.name=a b", "device_ids=auto", "training.compile=true"]
     for row in rows:
-        words = row.command(["--config=big.yaml", *typed]).split()
-        assert "--config=big.yaml" in words and "benchmark" not in words
-        compiles = [word for word in words if word.startswith("training.compile=")]
-        assert compiles == [f"training.compile={str(row.name == 'ddp, compile').lower()}"]
+        row.runs = [run]
+        *words, ids, strategy, precision, compiles = shlex.split(summarize(row, typed)["command"])
+        assert words[0] == "python" and words[-5:] == ["run.py", *typed]
+        assert words[1:-5] == list(row.launcher) and bool(row.launcher) == (row.name == "ddp, torchrun")
+        assert ids == f"device_ids={','.join(row.device_ids)}" and strategy == f"strategy={row.strategy}"
+        assert compiles == f"training.compile={str(row.name == 'ddp, compile').lower()}"
+        assert precision == f"training.precision={'auto' if row.name == 'ddp, 16-bit' else 'fp32'}"
+    assert rows[2].launcher == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
 def test_single_gpu_has_the_rows_that_fit() -> None:
@@ -187,8 +184,10 @@ def test_single_gpu_has_the_rows_that_fit() -> None:
 def summary(name: str, seconds: list[float], final_loss: float = 1.0) -> dict[str, Any]:
     """A row that ran once for each of `seconds`."""
     run = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0, "peak_memory_mib": [900.0]}
+    run |= {"devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}, "waiting_share": 0.1}
+    run |= {"global_batch_size": 8, "num_warm_up_steps": 5}
     times = [{"seconds_per_step": second, "samples_per_second": 64 / second} for second in seconds]
-    return summarize_runs(name, f"python run.py {name}", [{**run, **time, "waiting_shares": [0.1]} for time in times])
+    return summarize(Row(name, ["cpu"], runs=[{**run, **time} for time in times]), [])
 
 
 @pytest.mark.parametrize(
@@ -199,10 +198,7 @@ def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_
     assert (one["seconds_per_step"], two["seconds_per_step"]) == (0.41, 0.25)
     assert two["speed_up"] == pytest.approx(1.64) and two["spread"] == pytest.approx(0.4)
     assert two["is_loss_wrong"] == is_wrong
-    report = {"name": "b", "rows": [one, two], "not_run": [], "devices": ["cpu"], "platform": "x", "rounds": 3}
-    text = as_markdown(
-        report | {"libraries": {"torch": "2"}, "steps": 9, "global_batch_size": 8, "num_warm_up_steps": 5}
-    )
+    text = as_markdown({"name": "b", "rows": [one, two], "not_run": [], "rounds": 3, "steps": 9})
     fastest = "one device (1.00" if is_wrong else "ddp (1.64"
     assert text.splitlines()[-1].startswith(
         f"The fastest row is {fastest} times the speed of one device): python run.py"

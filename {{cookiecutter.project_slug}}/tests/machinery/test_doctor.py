@@ -14,15 +14,14 @@ import pytest
 from shared_server import SimulatedNvml
 
 from template_package.commands import CommandLine
-from template_package.commands.doctor import CHECKS, Finding, Machine, main
-from template_package.commands.doctor.links import measure_pairs
+from template_package.commands.doctor import CHECKS, Finding, Machine, main, measure_pairs
 from template_package.config import LaunchConfig, load_config
 from template_package.errors import ConfigError
 
 from conftest import ROOT, Project
 
 UNSHARED = "unshare --map-root-user --uts --mount".split()
-NAMES = [check.name for check in CHECKS]
+NAMES = [name for name, *_ in CHECKS]
 
 
 @pytest.fixture
@@ -137,8 +136,8 @@ def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(proj
 def find(check: str, nvml: Any) -> list[Finding]:
     """The findings of one check of the GPUs, with the driver's answers simulated."""
     config = load_config(ROOT / "config.yaml")
-    machine = Machine(CommandLine(ROOT / "config.yaml"), time.monotonic(), nvml, config)
-    return list(CHECKS[NAMES.index(check)].find(machine))
+    _, find_all, _ = CHECKS[NAMES.index(check)]
+    return list(find_all(Machine(CommandLine(ROOT / "config.yaml"), nvml, config)))
 
 
 def test_torch_without_cuda_and_gpus_without_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +172,7 @@ def test_devices_of_a_run_are_those_that_it_would_take(monkeypatch: pytest.Monke
 
 def test_device_that_fails_keeps_no_other_pair_waiting() -> None:
     devices = ["cuda:98", "cuda:99", "cpu", "cpu"]
-    results = measure_pairs(devices, LaunchConfig(backend="gloo"), deadline=time.monotonic() + 100)
+    results = measure_pairs(devices, LaunchConfig(backend="gloo"), seconds=100)
     assert results.keys() == {(0, 1), (2, 3)}
     assert results[0, 1].startswith(("cuda:98: ", "cuda:99: "))
     assert float(results[2, 3].removesuffix(" GiB/s")) > 0
@@ -181,9 +180,7 @@ def test_device_that_fails_keeps_no_other_pair_waiting() -> None:
 
 def test_rank_that_does_not_answer_is_told_at_the_deadline() -> None:
     started_at = time.monotonic()
-    assert measure_pairs(["cpu", "cpu"], LaunchConfig(), deadline=started_at + 0.1)[0, 1].startswith(
-        "no answer in time"
-    )
+    assert measure_pairs(["cpu", "cpu"], LaunchConfig(), seconds=0.1)[0, 1].startswith("no answer in time")
     assert time.monotonic() - started_at < 5
 
 

@@ -1,17 +1,73 @@
 """`python run.py benchmark`: measures each way to train your model on your data that this machine allows.
 
-Each run is a command of its own, `run.py benchmark measure DIRECTORY …`, so that it starts as a training does.
+Each run is a command of its own, `run.py benchmark measure DIRECTORY …`, so that it starts as a training does: torch is
+imported in functions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from ...errors import ConfigError, one_line
-from ...launching.processes import die_with_parent
+from ...config_file import available_files
+from ...errors import ConfigError, StopRun, one_line
+from ...files import run_directory, write_json, write_whole
+from ...launching.processes import die_with_parent, stop_signals_end
 from .. import CommandLine
+
+# Nothing but training steps. In a warm-up no row learns: one that does not train at all would look like the others.
+SETTINGS = """schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
+    launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.max_steps=null
+    training.early_stopping_epochs=null training.check_replicas_every_steps=null evaluation.every_epochs=null
+    evaluation.every_steps=null checkpoint.every_epochs=null checkpoint.every_steps=null checkpoint.resume=never
+    logging.every_steps=1000000000 logging.tracker=none logging.progress_bar=false logging.profile_steps=null""".split()
+
+TOLERANCE = 0.02  # of losses, relative: rounding and other random numbers make less
+TABLE = """
+|                 row |   s/step | spread | samples/s | speed-up | start-up s | MiB/rank | waiting |          loss |
+| ------------------: | -------: | -----: | --------: | -------: | ---------: | -------: | ------: | ------------: |"""
+ROW = (
+    "| {name:>19} | {seconds_per_step:8.4g} | {spread:6.0%} | {samples_per_second:9.0f} | {speed_up:7.2f}x |"
+    " {startup_seconds:10.1f} | {peak_memory_mib:8.0f} | {waiting_share:7.0%} | {final_loss:9.4g}{mark:>4} |"
+)
+LEGEND = """
+Medians of {rounds} runs; {steps} steps of {global_batch_size} samples, after {num_warm_up_steps} others.
+spread: slowest - fastest run. start-up: from the command to the end of the first step. MiB/rank: of the largest rank.
+waiting: for data. loss: mean of the last steps; (!): the row learned less than half as much as the first.
+"""
+
+
+@dataclass
+class Row:
+    """A way to train, and what became of it: its runs, or the reason why there are none."""
+
+    name: str
+    device_ids: list[str]
+    strategy: str = "ddp"
+    precision: str = "fp32"
+    is_compiled: bool = False
+    launcher: tuple[str, ...] = ()  # torchrun, as options of Python
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def words(self) -> list[str]:
+        values = [",".join(self.device_ids), self.strategy, self.precision, str(self.is_compiled).lower()]
+        keys = ("device_ids", "strategy", "training.precision", "training.compile")
+        return [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
 
 
 def main(line: CommandLine) -> int:
@@ -25,6 +81,138 @@ def main(line: CommandLine) -> int:
         return line.launch(partial(run_fn, Path(line.rest[1])))
     if line.rest:
         raise ConfigError(f"{one_line(' '.join(line.rest))}: benchmark takes settings of the form key=value only.")
-    from .rounds import run_benchmark
-
     return run_benchmark(line)
+
+
+def plan_rows(device_ids: list[str]) -> list[Row]:
+    """One device first, with which the others are compared, then every file of strategies/."""
+    is_single = len(device_ids) == 1
+    name, precision = "one device" if is_single else "ddp", "bf16" if "cpu" in device_ids else "auto"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(device_ids)}")
+    found = available_files("strategies", besides=("base", "common", "library_environment", "zero", "ddp"))
+    rows = [
+        Row("one device", device_ids[:1]),
+        Row("ddp", device_ids),
+        Row("ddp, torchrun", device_ids, launcher=torchrun),
+        Row(f"{name}, 16-bit", device_ids, precision=precision),
+        Row(f"{name}, compile", device_ids, is_compiled=True),
+        *(Row(strategy, device_ids, strategy) for strategy in sorted({"data_parallel", "fsdp", *found})),
+    ]
+    for row in (row for row in rows if is_single and not row.name.startswith("one device")):
+        row.reason = "there is one GPU; the same id twice and launch.backend=gloo try it with two ranks"
+    return rows
+
+
+def run_benchmark(line: CommandLine) -> int:
+    """The exit code. The results lie in runs/<name>/benchmark/."""
+    from ...launching.devices import find_gpus, take_devices
+    from ...training.run_files import run_lock
+
+    config = line.load_config()
+    devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
+    visible = find_gpus(os.environ).visible
+    device_ids = [name if name == "cpu" else str(visible[int(name[5:])].index) for name in devices.names]
+    rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
+    folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
+    script, options = Path(__file__).parents[3] / "run.py", vars(config)["benchmark"]
+    words = [str(script), "benchmark", "measure", str(folder / "run"), "--config", str(line.config_path)]
+    words += line.overrides + SETTINGS
+    with run_lock(folder):
+        try:
+            with stop_signals_end():
+                _run_rounds(rows, words, options.rounds, folder)
+        except StopRun as stop:
+            exit_code = stop.code
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        report: dict[str, Any] = {"name": config.name, "steps": options.steps, "rounds": options.rounds}
+        typed = [word for word in sys.argv[1:] if word != "benchmark"]
+        report["rows"] = compare([summarize(row, typed) for row in rows if row.runs])
+        idle = [row for row in rows if row.reason or not row.runs]
+        report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
+        text = as_markdown(report)
+        write_json(folder / "benchmark.json", report)
+        write_whole(folder / "benchmark.md", lambda beside: beside.write_text(text, encoding="utf-8"))
+        print(f"\n{text}", end="")
+    return exit_code or int(not report["rows"])
+
+
+def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path) -> None:
+    """Each row once a round, so that other work of the machine meets all alike. A row that fails is not tried again."""
+    for number in range(num_rounds):
+        first = number * len(rows) // num_rounds  # each round has another order, which favours none
+        for row in (row for row in rows[first:] + rows[:first] if not row.reason):
+            print(f"round {number + 1} of {num_rounds}: {row.name}", flush=True)
+            _run_once(row, words, folder)
+
+
+def _run_once(row: Row, words: list[str], folder: Path) -> None:
+    """Add a run to row.runs, or set row.reason and keep what the run printed."""
+    directory, log, started_at = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log", time.time()
+    shutil.rmtree(directory, ignore_errors=True)
+    command = [sys.executable, *row.launcher, *words, *row.words]
+    die = partial(die_with_parent, os.getpid())
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, preexec_fn=die)  # noqa: PLW1509
+        try:
+            process.wait()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
+            process.wait()
+    if process.returncode == 0:
+        run: dict[str, Any] = {}
+        for name in ("environment", "summary", "measured"):
+            run |= json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+        run["startup_seconds"] = run.pop("first_step_at") - started_at
+        row.runs.append(run)
+    else:
+        reason = find_reason(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {process.returncode}"
+        row.reason = f"{reason} ({log.name})"
+
+
+def find_reason(output: str) -> str:
+    """The line of a failed run's output that says why: `error: …`, a traceback's last line, or the last one."""
+    found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)  # torchrun's follow
+    return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2]
+
+
+def summarize(row: Row, typed: list[str]) -> dict[str, Any]:
+    """The medians of a row's runs, and the command that trains this way. typed: words, which the row's override."""
+    times = [run["seconds_per_step"] for run in row.runs]
+    keys = ("seconds_per_step", "samples_per_second", "startup_seconds", "waiting_share", "first_loss", "final_loss")
+    return {
+        **{"name": row.name, "command": shlex.join(["python", *row.launcher, "run.py", *typed, *row.words])},
+        "spread": (max(times) - min(times)) / median(times),
+        **{key: median(run[key] for run in row.runs) for key in keys},
+        "peak_memory_mib": median(max(run["peak_memory_mib"]) for run in row.runs),
+        "runs": row.runs,
+    }
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `speed_up` over the first, and `is_loss_wrong`: it learned less than half as much, or is NaN."""
+    for row in rows:
+        base = rows[0]
+        # Dropout draws other numbers on other ranks, which alone makes a fifth in the steep beginning of a training.
+        gain = max(0.0, base["first_loss"] - base["final_loss"])
+        limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
+        row["speed_up"] = base["seconds_per_step"] / row["seconds_per_step"]
+        row["is_loss_wrong"] = not row["final_loss"] <= limit
+    return rows
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The table, the rows that did not run, and as the last line the fastest row with its command."""
+    rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
+    if rows:
+        run = rows[0]["runs"][0]
+        lines += ["; ".join([*run["devices"], run["platform"], f"torch {run['libraries']['torch']}"]), TABLE]
+        lines += [ROW.format(**row, mark="(!)" * row["is_loss_wrong"]) for row in rows]
+        lines += [LEGEND.format(**(run | report))]
+    if report["not_run"]:
+        lines += ["Not run:", "", *(f"- {row['name']}: {row['reason']}" for row in report["not_run"]), ""]
+    if sound := [row for row in rows if not row["is_loss_wrong"]]:
+        row = min(sound, key=lambda row: row["seconds_per_step"])
+        speed_up = f"{row['speed_up']:.2f} times the speed of {rows[0]['name']}"
+        lines += [f"The fastest row is {row['name']} ({speed_up}): {row['command']}", ""]
+    return "\n".join(lines)

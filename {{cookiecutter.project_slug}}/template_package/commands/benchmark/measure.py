@@ -47,7 +47,6 @@ class MeasuredTrainer(Trainer):
         self.losses: list[Tensor] = []
 
     def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """The trainer's step, which is measured."""
         if self.progress.step in (self.num_warm_up_steps, self.last_timed_step):
             self._mark()
         if self.progress.step >= self.last_timed_step:
@@ -69,7 +68,7 @@ class MeasuredTrainer(Trainer):
         waiting_shares = gather_objects((last_wait - former_wait) / (last - former))
         if waiting_shares is not None:  # rank 0
             measured = {
-                "waiting_shares": waiting_shares,
+                "waiting_share": max(waiting_shares),
                 "num_warm_up_steps": self.num_warm_up_steps,
                 "seconds_per_step": (end - start) / self.num_steps,
                 "samples_per_second": (last_sample - first_sample) / (end - start),

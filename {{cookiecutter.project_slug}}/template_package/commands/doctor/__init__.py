@@ -1,7 +1,7 @@
 """`python run.py doctor`: tells what breaks runs here, one line a check, with its remedy; `--json` for machines.
 
-The checks run in a process of their own. The one that waits for them ends in time, whatever hangs there: it needs
-neither torch nor your files, so these are imported in functions.
+The checks run in a process of their own, which may hang. The one that waits for it ends in time, and needs neither
+torch nor your files: these are imported in functions.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError, one_line
 from ...files import run_directory
-from ...launching.processes import die_with_parent
+from ...launching.processes import STARTED_AT, die_with_parent, end_process
 from .. import CommandLine
 
 GIB = 2**30
-SECONDS, LINK_SECONDS = 26.0, 22.0  # of all checks, and till the end of the links after their process has started
+SECONDS, LINK_SECONDS = 26.0, 22.0  # from the start of a process: to the end of all checks, to that of the links
+NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
+NO_ANSWER = "no answer in time (or one of the two hangs in another pair)"
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Finding(NamedTuple):
@@ -50,18 +54,9 @@ class Machine:
     """The results of some checks that later ones need. devices: as torch calls those that a run would take now."""
 
     line: CommandLine
-    links_end_at: float
     nvml: Any = None
     config: Any = None  # None too if it has a mistake
     devices: list[str] = field(default_factory=list)
-
-
-class Check(NamedTuple):
-    """remedy: for its findings without one of their own, and if it fails or hangs itself."""
-
-    name: str
-    find: Callable[[Machine], Iterator[Finding]]
-    remedy: str
 
 
 def main(line: CommandLine) -> int:
@@ -85,44 +80,41 @@ def main(line: CommandLine) -> int:
 def _consult(line: CommandLine) -> Iterator[Finding]:
     """The findings, each check's as soon as they are there, up to a check that hangs."""
     os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # a lost name service would take all the time
-    deadline = time.monotonic() + SECONDS
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_checks, args=(line, sender))
     process.start()
     sender.close()  # or the end of that process would not be the end of its answers
-    for check in CHECKS:
+    for name, _, remedy in CHECKS:
         try:
-            if not receiver.poll(max(0.0, deadline - time.monotonic())):
+            if not receiver.poll(max(0.0, STARTED_AT + SECONDS - time.time())):
                 raise EOFError
             yield from receiver.recv()
         except EOFError:
             reason = f"no answer within {SECONDS:g} s, or the process that checks it has died"
-            yield Finding(check.name, "broken", reason, check.remedy)
+            yield Finding(name, "broken", reason, remedy)
             break
     process.kill()  # no wait: a process that waits for a dead disk does not even die
 
 
 def run_checks(line: CommandLine, answers: Connection) -> None:
-    """Make all checks, and send the findings of each."""
     os.setsid()  # Ctrl-C ends the process that waits, and with it this one
     os.dup2(2, 1)  # the words of model.py and of libraries go to stderr
     die_with_parent()
-    machine = Machine(line, time.monotonic() + LINK_SECONDS)
-    for check in CHECKS:
+    machine = Machine(line)
+    for name, find, remedy in CHECKS:
         try:
-            findings = list(check.find(machine))
+            findings = list(find(machine))
         except ConfigError as error:
-            detail, _, remedy = str(error).splitlines()[0].partition(". ")
-            findings = [Finding(check.name, "broken", detail, remedy)]
+            detail, _, own_remedy = str(error).splitlines()[0].partition(". ")
+            findings = [Finding(name, "broken", detail, own_remedy)]
         except (Exception, SystemExit) as error:
-            findings = [Finding(check.name, "broken", describe(error))]
+            findings = [Finding(name, "broken", describe(error))]
             traceback.print_exc()
-        answers.send([f._replace(remedy="" if f.status == "ok" else f.remedy or check.remedy) for f in findings])
+        answers.send([f._replace(remedy="" if f.status == "ok" else f.remedy or remedy) for f in findings])
 
 
 def check_versions(_: Machine) -> Iterator[Finding]:
-    """Python and the libraries against pyproject.toml."""
     from packaging.requirements import Requirement
 
     project, problems = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"], {}
@@ -172,14 +164,12 @@ def check_disk(_: Machine) -> Iterator[Finding]:
 
 
 def check_torch(_: Machine) -> Iterator[Finding]:
-    """The import of torch."""
     import torch
 
     yield Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
 
 
 def check_config(machine: Machine) -> Iterator[Finding]:
-    """The config, and with it the import of model.py and dataset.py."""
     machine.config = machine.line.load_config()
     yield Finding("config", "ok", f"name={machine.config.name}, strategy={machine.config.strategy}")
 
@@ -191,9 +181,9 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     from ...launching.devices import find_gpus, gpu_table
 
     gpus = find_gpus(os.environ, machine.nvml)
-    num_seen = torch.cuda.device_count()
+    num_seen, has_driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version").exists()
     problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
-    is_harmless = problem.startswith("NVML: ") if gpus.present else not DRIVER.exists()  # Jetson, AMD; no GPU
+    is_harmless = problem.startswith("NVML: ") if gpus.present else not has_driver  # Jetson, AMD; no GPU
     status, remedy = "ok" if is_harmless or not problem else "broken", ""
     if problem.startswith("CUDA_VISIBLE_DEVICES"):
         status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
@@ -226,27 +216,85 @@ def check_links(machine: Machine) -> Iterator[Finding]:
     """A real all-reduce between each two of those GPUs, and between two CPU ranks: GPU ranks meet by gloo too."""
     if machine.config is None:
         return
-    from .links import measure_pairs
-
     devices = [*(name for name in dict.fromkeys(machine.devices) if name != "cpu"), "cpu", "cpu"]
     remedy = "If it works with NCCL_P2P_DISABLE=1, switch off ACS or IOMMU in the BIOS; until then runs need it too."
-    for (first, second), result in measure_pairs(devices, machine.config.launch, machine.links_end_at).items():
+    results = measure_pairs(devices, machine.config.launch, STARTED_AT + LINK_SECONDS - time.time())
+    for (first, second), result in results.items():
         name = "gloo" if devices[first] == "cpu" else f"{devices[first]} and {devices[second]}"
         status = "ok" if result.endswith("GiB/s") else "broken"
         yield Finding(name, status, f"all-reduce: {result}", "" if name == "gloo" else remedy)
 
 
-CHECKS = (
-    Check("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
-    Check("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
-    Check("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
-    Check("hostname", check_hostname, "Add a line with its address (one node: 127.0.1.1) and its name to /etc/hosts."),
-    Check("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
-    Check("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
-    Check("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
-    Check("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
-    Check("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
-    Check("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
+def measure_pairs(devices: list[str], launch: Any, seconds: float) -> dict[tuple[int, int], str]:
+    """The speed between each two GPUs and each two CPU ranks, or the problem, after so many seconds at most."""
+    import torch.distributed as dist
+
+    from ...launching.launcher import serve_local_store
+
+    pairs = [(i, j) for i, j in combinations(range(len(devices)), 2) if (devices[i] == "cpu") == (devices[j] == "cpu")]
+    rounds = sorted(pairs, key=lambda pair: sum(pair) % len(devices))  # the pairs of a round have no rank in common
+    store, context = serve_local_store(), multiprocessing.get_context("spawn")
+    options = (devices, rounds, launch, store.port)
+    ranks = [context.Process(target=_run_rank, args=(rank, *options)) for rank in range(len(devices))]
+    for process in ranks:
+        process.start()
+    with suppress(dist.DistError):  # some do not answer in time
+        store.wait([f"{pair} {rank}" for pair in pairs for rank in pair], timedelta(seconds=max(0.1, seconds)))
+    results = dict[tuple[int, int], str]()
+    for pair in pairs:
+        keys = [f"{pair} {rank}" for rank in pair]
+        answers = [store.get(key).decode() if store.check([key]) else NO_ANSWER for key in keys]
+        results[pair] = min(answers, key=lambda answer: answer.endswith("GiB/s"))  # a problem before a speed
+    for process in ranks:
+        process.kill()
+    return results
+
+
+def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launch: Any, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from ...launching.distributed import RankContext, join_group, leave_group, set_context
+    from ...launching.environment import choose_interface
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    store, device = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank])
+    for pair in (pair for pair in pairs if rank in pair):
+        own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
+        try:
+            set_context(own)
+            choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
+            backend = "gloo" if device.type == "cpu" else launch.backend
+            join_group(own, backend, timedelta(minutes=1))  # it will be killed before
+            values = torch.ones(NUM_FLOATS, device=device)
+            dist.all_reduce(values)  # the first one makes the connections
+            values[0].item()  # waits for the GPU
+            started_at = time.perf_counter()
+            for _ in range(NUM_TIMES):
+                dist.all_reduce(values)
+            is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
+            speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
+            answer = f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"
+        except Exception as error:
+            answer = f"{device}: {describe(error)}"
+        store.set(f"{pair} {rank}", answer)
+        leave_group()
+    end_process(0)
+
+
+# Name, function, and the remedy for its findings without one of their own, also if it fails or hangs itself.
+CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
+    ("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
+    ("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
+    ("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
+    ("hostname", check_hostname, "Add a line with its address (one node: 127.0.1.1) and its name to /etc/hosts."),
+    ("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
+    ("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
+    ("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
+    ("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
+    ("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
+    ("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
 )
 
 

@@ -6,7 +6,6 @@ All of it comes from the files of the runs. page.html lays it out and escapes it
 import base64
 import io
 import json
-import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -88,10 +87,6 @@ def describe_run(directory: Path) -> dict[str, Any]:
             newest.append({"step": step.lstrip("0"), key: text})
     parts = {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
     reports = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
-    log = directory / "logs" / "rank_0.log"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    parts["starts"] = {"resumed_after": re.findall(r"resuming after step (\d+)", text)}
-    parts["starts"]["num_stops"] = text.count("saved: the same command continues")
     config = read_config(directory)
     return {**parts, "title": directory.name, "reports": reports, "media": media, "config": config, "default": default}
 
@@ -126,13 +121,13 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
     """An <svg> for each figure in metrics.jsonl: of one run, its splits together; of several, the runs."""
-    figures: dict[str, Figure] = {}
+    is_single, figures, drawn = len(directories) == 1, dict[str, Figure](), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
         for index, directory in enumerate(directories):
             for place, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):
-                    title, style = (key, place) if len(directories) == 1 else (f"{split}: {key}", index)
+                    title, style = (key, place) if is_single else (f"{split}: {key}", index)
                     if title not in figures:
                         figures[title] = Figure()
                         figures[title].add_subplot(title=title, xlabel="step")
@@ -140,18 +135,14 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
                     color, line_style = COLORS[style % len(COLORS)], LINES[style % len(LINES)]
                     marker = "." if len(steps) == 1 else ""
                     figures[title].axes[0].plot(steps, values, marker=marker, color=color, ls=line_style, label=split)
-        return [save(figure, has_legend=len(directories) == 1) for figure in figures.values()]
-
-
-def save(figure: Figure, *, has_legend: bool) -> str:
-    """The figure as an <svg> element, whose text is escaped."""
-    (axes,) = figure.axes
-    axes.locator_params("x", nbins=6, integer=True)
-    if has_legend and len(axes.lines) > 1:
-        axes.legend()
-    file = io.StringIO()
-    figure.savefig(file, format="svg")
-    return file.getvalue()[file.getvalue().index("<svg") :]
+        for figure in figures.values():
+            (axes,), file = figure.axes, io.StringIO()
+            axes.locator_params("x", nbins=6, integer=True)
+            if is_single and len(axes.lines) > 1:
+                axes.legend()
+            figure.savefig(file, format="svg")
+            drawn.append(file.getvalue()[file.getvalue().index("<svg") :])
+    return drawn
 
 
 def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
