@@ -70,20 +70,6 @@ class Row:
         return [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
 
 
-def main(line: CommandLine) -> int:
-    """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
-    if line.rest[:1] == ["measure"] and len(line.rest) == 2:
-        die_with_parent()  # torchrun, when killed, leaves its ranks behind
-        line = replace(line, command="train")
-        line.load_config()  # starts the fork server before torch is imported here, as a training does
-        from .measure import run_fn
-
-        return line.launch(partial(run_fn, Path(line.rest[1])))
-    if line.rest:
-        raise ConfigError(f"{one_line(' '.join(line.rest))}: benchmark takes settings of the form key=value only.")
-    return run_benchmark(line)
-
-
 def plan_rows(device_ids: list[str]) -> list[Row]:
     """One device first, with which the others are compared, then every file of strategies/."""
     is_single = len(device_ids) == 1
@@ -103,8 +89,17 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
     return rows
 
 
-def run_benchmark(line: CommandLine) -> int:
-    """The exit code. The results lie in runs/<name>/benchmark/."""
+def main(line: CommandLine) -> int:
+    """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
+    if line.rest[:1] == ["measure"] and len(line.rest) == 2:
+        die_with_parent()  # torchrun, when killed, leaves its ranks behind
+        line = replace(line, command="train")
+        line.load_config()  # starts the fork server before torch is imported here, as a training does
+        from .measure import run_fn
+
+        return line.launch(partial(run_fn, Path(line.rest[1])))
+    if line.rest:
+        raise ConfigError(f"{one_line(' '.join(line.rest))}: benchmark takes settings of the form key=value only.")
     from ...launching.devices import find_gpus, take_devices
     from ...training.run_files import run_lock
 
@@ -156,6 +151,9 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
         try:
             process.wait()
         finally:
+            process.terminate()  # torchrun ends its ranks then, which are not of this group
+            with suppress(subprocess.TimeoutExpired, StopRun):
+                process.wait(10.0)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
             process.wait()

@@ -163,8 +163,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file, or nothing if the run has not written it."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return content
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

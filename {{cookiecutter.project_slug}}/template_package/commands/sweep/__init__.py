@@ -31,7 +31,6 @@ from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import dotted, mean_over_seeds, read_json, read_metrics
 
-POLL_SECONDS = 0.3
 DONE = ("complete", "pruned")
 Number = Annotated[Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))]
 Choices = Annotated[list[Any], Field(min_length=1)]
@@ -217,7 +216,7 @@ class SweepRunner:
             with stop_signals_end():
                 waiting = self.plan()
                 while self.fill_slots(waiting):
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(0.3)
                     for slot, (run, process) in [*self.running.items()]:
                         if run.status == "running" and self.is_hopeless(run):
                             run.status = "pruned"
@@ -312,6 +311,6 @@ class SweepRunner:
             print(f"{value:>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
         if order and order[0].value is not None:
             print(f"\nThe best is {order[0].name}. To evaluate it, and to look at all:")
-            config_path = self.folder / order[0].name / "config.yaml"
-            print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate --config {config_path}")
+            command = f"python run.py evaluate --config {self.folder / order[0].name}/config.yaml"
+            print(f"  {RUNS_FOLDER}={self.folder} {command}")
             print(f"  python run.py report {self.sweep.name}")
