@@ -85,6 +85,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert output.endswith(f"\n{text}") and "round 1 of 1: fsdp\n" in output
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
+    assert "run.py name=b optimizer.learning_rate=0.03 device_ids=" in text.splitlines()[-1], "the words that it keeps"
     assert not (folder / "run").exists()
 
 

@@ -120,7 +120,8 @@ def main(line: CommandLine) -> int:
             exit_code = stop.code
         shutil.rmtree(folder / "run", ignore_errors=True)
         report: dict[str, Any] = {"name": config.name, "steps": options.steps, "rounds": options.rounds}
-        typed = [word for word in sys.argv[1:] if word != "benchmark"]
+        own = "benchmark|device_ids=|strategy=|training.precision=|training.compile="
+        typed = [word for word in sys.argv[1:] if not re.match(own, word)]
         report["rows"] = compare([summarize(row, typed) for row in rows if row.runs])
         idle = [row for row in rows if row.reason or not row.runs]
         report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]

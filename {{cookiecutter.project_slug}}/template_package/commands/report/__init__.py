@@ -25,7 +25,6 @@ from ...files import run_directory, write_whole
 from .. import CommandLine
 
 NOT_DRAWN = ("split", "step", "epoch", "num_samples")
-NUM_MEDIA = 3  # images and texts of each name: the newest
 # Curves differ in colour and in line, for the colour-blind and for print in black and white: 21 styles.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008, no yellow
 LINES = ("solid", "dashed", "dotted")  # both matplotlib and CSS know these words
@@ -81,7 +80,7 @@ def describe_run(directory: Path) -> dict[str, Any]:
     media: dict[str, list[dict[str, str]]] = {}
     for path in sorted(directory.glob("media/step_*_*"), reverse=True):
         _, step, name = path.stem.split("_", 2)
-        if len(newest := media.setdefault(name, [])) < NUM_MEDIA:
+        if len(newest := media.setdefault(name, [])) < 3:  # images and texts of each name
             content, key = path.read_bytes(), "image" if path.suffix == ".png" else "text"
             text = base64.b64encode(content).decode() if key == "image" else content.decode(errors="replace")
             newest.append({"step": step.lstrip("0"), key: text})
