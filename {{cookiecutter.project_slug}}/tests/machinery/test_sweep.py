@@ -162,6 +162,7 @@ def test_stop_signal_stops_all_runs_after_their_step(project: Project, number: i
         ({"name": "s"}, "sweep.yaml: Value error, one of the keys grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "runs": [{"seed": "1"}]}, "grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "devices": "gpu"}, "devices=gpu"),
+        ({"name": "s", "search": {"trials": "2", "space": {"seed": {"low": "3", "high": "1"}}}}, "low must be less"),
         ({"name": "s", "search": {"trials": "2", "space": {"model.dropout": {"low": "0", "high": "x"}}}}, "high"),
         (
             {"name": "s", "search": {"trials": "2", "space": {"training.epochs": {"low": "-9", "high": "-1"}}}},
@@ -253,19 +254,21 @@ def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -> None:
-    pytest.importorskip("optuna", reason="optuna is not installed")
+    optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     search = {"method": "optuna", "prune": "true", "trials": "6", "space": {"optimizer.learning_rate": ["0.01"]}}
     write_sweep(project, {"name": "s", "devices": "cpu", "at_once": "1", "search": search})
     former = {"settings": {"optimizer.learning_rate": "0.01"}, "status": "complete", "value": -1.0}
     folder = project.directory("s")
     folder.mkdir(parents=True)
-    for number in range(5):
-        (folder / str(number)).mkdir()
-        text = json.dumps({"split": "validation", "step": 7, "loss": -1.0})
-        (folder / str(number) / "metrics.jsonl").write_text(text, encoding="utf-8")
+    study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="sweep", direction="minimize")
+    space = {"optimizer.learning_rate": optuna.distributions.CategoricalDistribution(["0.01"])}
+    for _ in range(5):
+        trial = study.ask(space)
+        trial.report(-1.0, 7)
+        study.tell(trial, -1.0)
     runs = [{"name": str(number), **former} for number in range(5)]
     config = read_settings(project.folder / "config.yaml", ["model.seconds_per_step=0.3"])
-    (folder / "sweep.json").write_text(json.dumps({"runs": runs, "config": config}), encoding="utf-8")
+    (project.directory("s") / "sweep.json").write_text(json.dumps({"runs": runs, "config": config}), encoding="utf-8")
     code, output = sweep(project, "model.seconds_per_step=0.3")
     assert code == 0, output
     assert [run["status"] for run in results(project).values()] == ["complete"] * 5 + ["pruned"]

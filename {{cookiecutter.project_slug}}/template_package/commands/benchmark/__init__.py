@@ -28,6 +28,7 @@ from ...files import run_directory, write_json, write_whole
 from ...launching.processes import die_with_parent, stop_signals_end
 from .. import CommandLine
 
+DESCRIBED = "python platform host libraries devices git_commit global_batch_size num_warm_up_steps".split()
 # Nothing but training steps. In a warm-up no row learns: one that does not train at all would look like the others.
 SETTINGS = """schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
     launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.max_steps=null
@@ -123,6 +124,8 @@ def main(line: CommandLine) -> int:
         own = "benchmark|device_ids=|strategy=|training.precision=|training.compile="
         typed = [word for word in sys.argv[1:] if not re.match(own, word)]
         report["rows"] = compare([summarize(row, typed) for row in rows if row.runs])
+        for row in report["rows"][:1]:
+            report |= {key: row["runs"][0][key] for key in DESCRIBED}
         idle = [row for row in rows if row.reason or not row.runs]
         report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
         text = as_markdown(report)

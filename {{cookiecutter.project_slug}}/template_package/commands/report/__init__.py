@@ -6,6 +6,7 @@ All of it comes from the files of the runs. page.html lays it out and escapes it
 import base64
 import io
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,6 +87,10 @@ def describe_run(directory: Path) -> dict[str, Any]:
             newest.append({"step": step.lstrip("0"), key: text})
     parts = {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
     reports = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
+    log = directory / "logs" / "rank_0.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    parts["starts"] = {"resumed_after": re.findall(r"resuming after step (\d+)", text)}
+    parts["starts"]["num_stops"] = text.count("saved: the same command continues")
     config = read_config(directory)
     return {**parts, "title": directory.name, "reports": reports, "media": media, "config": config, "default": default}
 

@@ -12,14 +12,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from shutil import get_terminal_size
 from types import NoneType
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from tqdm import tqdm
 
 from ...config import load_config, parse_device_ids
 from ...config_file import read_settings
@@ -31,6 +32,7 @@ from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import dotted, mean_over_seeds, read_json, read_metrics
 
+POLL_SECONDS = 0.3
 DONE = ("complete", "pruned")
 Number = Annotated[Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))]
 Choices = Annotated[list[Any], Field(min_length=1)]
@@ -44,6 +46,12 @@ class Range(BaseModel, extra="forbid"):
     high: Number
     log: bool = False  # equally many of each order of magnitude
 
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if not (-math.inf < self.low < self.high < math.inf and (self.low > 0 or not self.log)):
+            raise ValueError("low must be less than high, and above 0 with log: true")
+        return self
+
     @property
     def is_whole(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
@@ -55,8 +63,8 @@ class Search(BaseModel, extra="forbid"):
     method: Literal["random", "optuna"] = "random"
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
-    def open_study(self, seed: int, direction: Any) -> tuple[Any, dict[str, Any]]:
-        """A new study of optuna, and the distributions that it draws from."""
+    def open_study(self, folder: Path, seed: int, mode: str) -> tuple[Any, dict[str, Any]]:
+        """The study of optuna in the folder's study.db, and the distributions that it draws from."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -67,8 +75,11 @@ class Search(BaseModel, extra="forbid"):
                 space[key] = kind(way.low, way.high, log=way.log)
             else:
                 space[key] = kinds.CategoricalDistribution(way)
-        sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # the liar is for several trials at once
-        return optuna.create_study(direction=direction, sampler=sampler), space
+        options: dict[str, Any] = {"direction": f"{mode}imize", "study_name": "sweep", "load_if_exists": True}
+        study = optuna.create_study(storage=f"sqlite:///{folder.absolute()}/study.db", **options)
+        # The same seed would draw the trials of an earlier start again. The liar is for several trials at once.
+        study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
+        return study, space
 
 
 class Sweep(BaseModel, extra="forbid"):
@@ -103,9 +114,10 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
     """A random value, with few enough digits to be typed again."""
     if isinstance(way, list):
         return generator.choice(way)
-    share = generator.random()
-    value = way.low * (way.high / way.low) ** share if way.log else way.low + (way.high - way.low) * share
-    return round(value) if way.is_whole else float(f"{value:.4g}")
+    low, high = (math.log(way.low), math.log(way.high)) if way.log else (way.low, way.high)
+    value = generator.uniform(low, high)
+    value = math.exp(value) if way.log else value
+    return round(value) if way.is_whole else min(max(float(f"{value:.4g}"), way.low), way.high)
 
 
 def as_words(settings: dict[str, Any]) -> dict[str, str]:
@@ -141,6 +153,7 @@ def main(line: CommandLine) -> int:
         raise ConfigError("sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]")
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
     with run_lock(runner.folder):
+        runner.plan()
         exit_code = runner.run_all()
         runner.print_table()
     return exit_code
@@ -155,69 +168,68 @@ class SweepRunner:
         self.search = sweep.search if sweep.search and sweep.search.method == "optuna" else None
         num_gpus = len(find_gpus(os.environ).visible)
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
-        self.config = read_settings(line.config_path, line.overrides)
-        self.runs: list[Run] = []
-        self.trials: dict[str, Any] = {}  # of optuna, by the run's name
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
         words = [self.list_words(Run("run", settings)) for settings in sweep.list_settings()]
         config, *_ = [load_config(line.config_path, own) for own in words]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
-        device_ids, num_slots = config.device_ids, 1  # one: with named GPUs, or all that are free
-        self.is_on_cpu = "cpu" in device_ids
-        if self.is_on_cpu:
-            num_slots = num_usable_cores() // len(device_ids)
+        device_ids = config.device_ids
+        self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # one: with named GPUs, or all that are free
+        if sweep.at_once != "auto":
+            self.num_slots = sweep.at_once
+        elif self.is_on_cpu:
+            self.num_slots = max(1, num_usable_cores() // len(device_ids))
         elif str(device_ids).startswith("auto:"):
-            num_slots = num_gpus // int(str(device_ids)[5:])
-        self.num_slots = max(1, num_slots) if sweep.at_once == "auto" else sweep.at_once
+            self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
-    def plan(self) -> Iterator[Run]:
-        """The runs to start, in turn. One that sweep.json holds keeps its name, and its result if all is as it was."""
+    def plan(self) -> None:
+        """List the runs. One that sweep.json holds keeps its name, and its result if config and words are the same."""
+        self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
-        is_same = stored.get("config") == self.config  # otherwise each run is asked whether it is complete
-        self.former = [
-            Run(**run) if is_same and run["status"] in DONE else Run(run["name"], run["settings"])
-            for run in stored.get("runs", [])
-        ]
+        self.trials: dict[str, Any] = {}
+        self.runs, self.former = list[Run](), stored.get("runs", [])
+        self.is_same = stored.get("config") == self.config  # otherwise each run is asked whether it is complete
         if self.search is None:
-            yield from [run for run in map(self.add, self.sweep.list_settings()) if run.status == "waiting"]
+            for settings in self.sweep.list_settings():
+                self.add(settings)
             return
-        # The same seed would draw the trials of an earlier start again.
-        self.study, space = self.search.open_study(self.sweep.seed + len(self.former), f"{self.mode}imize")
-        for run in self.former:
-            self.study.enqueue_trial(run.settings)  # the study draws these first
-        while len(self.runs) < self.search.trials:
-            trial = self.study.ask(space)
-            run = self.add(trial.params)
-            self.trials[run.name] = trial
-            if run.status == "waiting":
-                yield run
-            else:
-                self.tell(run)
+        from optuna.trial import Trial
 
-    def add(self, settings: dict[str, Any]) -> Run:
+        self.study, self.space = self.search.open_study(self.folder, self.sweep.seed, self.mode)
+        for trial in self.study.trials:
+            run = self.add(trial.params, Trial(self.study, trial._trial_id))
+            if trial.state.is_finished() and run.status not in DONE:
+                self.settle(run, exit_code=0)  # a kill came between the study and sweep.json
+            self.tell(run)
+
+    def add(self, settings: dict[str, Any], trial: Any = None) -> Run:
         """The run with these settings, under its former name or a new one. It waits for a slot unless it is done."""
-        run = next((run for run in self.former if run.settings == settings), None)
-        if run is None:
-            words = "-".join(f"{key.rpartition('.')[2]}-{str(value)[:8]}" for key, value in settings.items())
-            name = f"{1 + len(self.former) + len(self.runs):02d}-{words}"
-            run = Run(re.sub("[^A-Za-z0-9.-]+", "_", name)[:80], settings)
-        else:
-            self.former.remove(run)
+        parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
+        for key, value in settings.items():
+            parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
+        run = Run("-".join(parts)[:80], settings)
+        former = next((former for former in self.former if former["settings"] == settings), None)
+        if former is not None:
+            self.former.remove(former)
+            is_done = self.is_same and former["status"] in DONE
+            run = Run(**former) if is_done else Run(former["name"], settings)
+        self.trials[run.name] = trial  # of optuna's study
         self.runs.append(run)
         return run
 
     def list_words(self, run: Run) -> list[str]:
+        """The settings of the run's command line."""
         words = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
         return [*words, *(f"{key}={value}" for key, value in as_words(run.settings).items()), f"name={run.name}"]
 
     def run_all(self) -> int:
-        """The exit code, once no run waits."""
+        """Run until no run waits; return the exit code."""
+        bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
         try:
             with stop_signals_end():
-                waiting = self.plan()
-                while self.fill_slots(waiting):
-                    time.sleep(0.3)
+                while self.fill_slots():
+                    time.sleep(POLL_SECONDS)
                     for slot, (run, process) in [*self.running.items()]:
+                        bars[slot].set_description_str(self.describe(run)[: get_terminal_size().columns - 1])
                         if run.status == "running" and self.is_hopeless(run):
                             run.status = "pruned"
                             process.terminate()
@@ -225,18 +237,33 @@ class SweepRunner:
                             del self.running[slot]
                             self.settle(run, process.returncode)
         except StopRun as stop:
-            print("asked to stop: each run saves after its step (Ctrl-C again: at once)")
+            tqdm.write("asked to stop: each run saves after its step (Ctrl-C again: at once)")
             for _, process in self.running.values():
                 process.terminate()
             for run, process in self.running.values():
                 self.settle(run, process.wait())
             return stop.code
+        finally:
+            for bar in bars:
+                bar.close()
+            for _, process in self.running.values():
+                process.kill()  # those that a second Ctrl-C found running
         return int(any(run.status not in DONE for run in self.runs))
 
-    def fill_slots(self, waiting: Iterator[Run]) -> bool:
+    def describe(self, run: Run) -> str:
+        """Its step, time left and last metrics, from its log."""
+        log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        place, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
+        return ", ".join([run.name, *(place[-1] if place else ()), *metrics[-1:]])
+
+    def fill_slots(self) -> bool:
         """Start waiting runs in free slots; return whether any run is running."""
         for slot in (slot for slot in range(self.num_slots) if slot not in self.running):
-            if run := next(waiting, None):
+            run = next((run for run in self.runs if run.status == "waiting"), None)
+            if run is None and self.search is not None and len(self.runs) < self.search.trials:
+                trial = self.study.ask(self.space)
+                run = self.add(trial.params, trial)
+            if run is not None:
                 self.running[slot] = run, self.start(run, slot)
         return bool(self.running)
 
@@ -252,7 +279,7 @@ class SweepRunner:
                 os.sched_setaffinity(0, cores[slot :: self.num_slots] or cores)
 
         path = self.folder / f"{run.name}.log"
-        print(f"{run.name}: begins, see {path}", flush=True)
+        tqdm.write(f"{run.name}: begins, see {path}")
         with path.open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, str(script), "--config", str(self.line.config_path), *self.list_words(run)],
@@ -266,38 +293,45 @@ class SweepRunner:
         if self.search is None or not self.search.prune:
             return False
         trial = self.trials[run.name]
-        num_told = len(self.study.trials[trial.number].intermediate_values)
-        for line in read_metrics(self.folder / run.name).get("validation", [])[num_told:]:
-            trial.report(line[self.metric], line["step"])
+        told = self.study.trials[trial.number].intermediate_values
+        for line in read_metrics(self.folder / run.name).get("validation", []):
+            if line["step"] not in told:
+                trial.report(line[self.metric], line["step"])
         return bool(trial.should_prune())
 
     def tell(self, run: Run) -> None:
         """Tell optuna the result of a run that is done."""
-        if self.search is not None and run.status in DONE:
-            from optuna.trial import TrialState
+        if self.search is None or run.status not in DONE:
+            return
+        from optuna.trial import TrialState
 
+        trial = self.trials[run.name]
+        if not self.study.trials[trial.number].state.is_finished():
             self.is_hopeless(run)
-            result = {"values": run.value} if run.status == "complete" else {"state": TrialState.PRUNED}
-            self.study.tell(self.trials[run.name], **result)
+            result = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
+            self.study.tell(trial, *result)
 
     def settle(self, run: Run, exit_code: int) -> None:
-        best = read_json(self.folder / run.name / "summary.json").get("best") or {}
+        """Note what became of a run."""
+        summary = read_json(self.folder / run.name / "summary.json")
+        best = summary.get("best") or {}
         run.value, run.step = best.get(self.metric), best.get("step")
-        if run.status == "running":
-            run.status = "complete" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
+        if exit_code == 0 and summary.get("status") == "complete":
+            run.status = "complete"
+        elif run.status != "pruned":
+            run.status = "stopped" if exit_code in STOPPED else "failed"
         if run.status == "failed":
             log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")
             lines = re.findall(r"^(?:error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*", log, re.MULTILINE)
             run.reason = lines[-1] if lines else f"exit code {exit_code}"
         self.tell(run)
-        self.write()
         result = run.reason or ("" if run.value is None else f"{self.metric} {run.value:.4g}")
-        print(f"{run.name}: {run.status} {result}".rstrip(), flush=True)
+        tqdm.write(f"{run.name}: {run.status} {result}".rstrip())
 
     def write(self) -> None:
         """Write sweep.json: the runs, and the means over those that differ in their seed alone, best first."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
-        runs = [*map(vars, self.runs + self.former)]  # those that the file asks for no more keep their names
+        runs = [*map(vars, self.runs), *self.former]  # those that the file asks for no more keep their names
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
         write_json(self.folder / "sweep.json", content)
 
@@ -309,8 +343,9 @@ class SweepRunner:
         for run in order:
             value = "" if run.value is None else f"{run.value:.4g}"
             print(f"{value:>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
+        self.write()
         if order and order[0].value is not None:
             print(f"\nThe best is {order[0].name}. To evaluate it, and to look at all:")
-            command = f"python run.py evaluate --config {self.folder / order[0].name}/config.yaml"
-            print(f"  {RUNS_FOLDER}={self.folder} {command}")
+            config_path = self.folder / order[0].name / "config.yaml"
+            print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate --config {config_path}")
             print(f"  python run.py report {self.sweep.name}")
