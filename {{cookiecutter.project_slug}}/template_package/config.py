@@ -223,7 +223,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_config(settings: dict[str, Any]) -> Config:
-    """The Config that these settings (nested dicts of text) make. Raises ConfigError."""
+    """Build and check the Config from settings (nested dicts of text). Raises ConfigError."""
     settings = {"data": {}, "model": {}, **settings}
     _check_keys(settings, Config, "")
     try:
@@ -322,6 +322,8 @@ def _unknown_key(key: str, value: Any) -> str:
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
+    alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1)  # epoch=3
+    close = close or [other for other in known if other.rpartition(".")[2] in alike]
     meant = f"{close[0]}{typed}" if close else None
     meant = meant if same else our_word(key, one_line(value)) or meant
     remedy = f"Did you mean {meant}?" if meant else "config.yaml shows all keys."

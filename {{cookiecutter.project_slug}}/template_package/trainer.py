@@ -231,7 +231,7 @@ class Trainer:
                 logger.info("training.epochs was %s, is %s: the schedule has the new length", former, now)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() of model.py up to this epoch, once for each; whether other parameters train since."""
+        """Call on_epoch_begin() once for each epoch up to this one. True if that changed which parameters train."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and begin_epochs(self.strategy.module, epochs)
@@ -242,7 +242,7 @@ class Trainer:
     def finish(self) -> None:
         """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""
         times = self.clock.summary(self.progress.num_samples_seen)
-        if self.progress.saved != (self.progress.step, self.progress.is_evaluation_pending):
+        if self.progress.step and self.progress.saved != (self.progress.step, self.progress.is_evaluation_pending):
             self.save()
         self.loader.close()
         if self.profiler is not None:

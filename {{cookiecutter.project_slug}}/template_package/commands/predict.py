@@ -65,7 +65,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 def _predict_part(
     strategy: Strategy, loader: EvaluationLoader, label_names: list[str] | None, size: int
 ) -> dict[int, dict[str, Any]]:
-    """{index: row} of this rank's inputs, in micro-batches of `size`."""
+    """Predict this rank's inputs, `size` at a time, and return {index: row}."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
     for batch, request in loader.read(size):

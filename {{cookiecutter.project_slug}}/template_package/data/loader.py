@@ -142,8 +142,8 @@ class TrainLoader:
         held = list(self._next_batches())
         weights = torch.stack([loss_weight_of(micro_batch, module, self._context) for micro_batch in held])
         total = all_reduce(weights.sum())
-        share = torch.where(total == 0, 0.0, self._context.world_size / total)  # a batch may count nothing at all
-        yield from zip(held, weights * share, strict=True)
+        scale = torch.where(total == 0, 0.0, self._context.world_size / total)  # a batch may count nothing at all
+        yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """One micro-batch of this rank's step there, the largest (or by `choose`), to rehearse; steps read it again."""

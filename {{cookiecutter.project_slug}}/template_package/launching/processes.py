@@ -160,7 +160,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the system kill this process when its parent is gone, now if that is no more `parent` (Linux)."""
+    """Have Linux kill this process when its parent ends; exit now if the parent is already not `parent`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:

@@ -173,7 +173,7 @@ def _as_image(picture: Any) -> Any:
 
 
 def console() -> TextIO:
-    """The stderr from before rank_logs(): the progress bar is drawn there."""
+    """The original stderr, which rank_logs() replaces; the progress bar is drawn there."""
     return _console or sys.stderr
 
 

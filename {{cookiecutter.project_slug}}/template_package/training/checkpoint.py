@@ -228,7 +228,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
 
 
 def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
-    """ConfigError that lists the names in which `weights` do not fit a model of these shapes."""
+    """Raise a ConfigError that lists every weight whose name or shape does not fit."""
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [f"{name} is unexpected" for name in weights if name not in shapes]
     for name in shapes.keys() & weights.keys():

@@ -130,7 +130,7 @@ class StepClock:
         self._paused_seconds = paused_before + time.perf_counter() - begun_at  # a pause inside it counts once
 
     def end_first_step(self) -> bool:
-        """True once, after the first step of this process, which ends the start-up."""
+        """Note when start-up ended. True at the first call in this process, then False."""
         if self.startup_seconds is not None:
             return False
         self.startup_seconds = time.time() - self._process_started_at

@@ -76,7 +76,7 @@ class StopRequest:
     def exit_unless(self, is_complete: bool) -> None:
         """Raise StopRun(128 + signal number) if the run was asked to stop before it was complete."""
         if not is_complete and self.signal_number is not None:
-            logger.info("saved: the same command continues")
+            logger.info("stopped: the same command continues")
             raise StopRun(128 + self.signal_number)
 
     def _receive(self, number: int) -> None:

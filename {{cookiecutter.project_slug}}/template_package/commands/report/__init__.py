@@ -90,7 +90,7 @@ def describe_run(directory: Path) -> dict[str, Any]:
     log = directory / "logs" / "rank_0.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     parts["starts"] = {"resumed_after": re.findall(r"resuming after step (\d+)", text)}
-    parts["starts"]["num_stops"] = text.count("saved: the same command continues")
+    parts["starts"]["num_stops"] = text.count("stopped: the same command continues")
     config = read_config(directory)
     return {**parts, "title": directory.name, "reports": reports, "media": media, "config": config, "default": default}
 

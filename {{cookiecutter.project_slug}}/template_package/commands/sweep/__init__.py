@@ -329,7 +329,7 @@ class SweepRunner:
         tqdm.write(f"{run.name}: {run.status} {result}".rstrip())
 
     def write(self) -> None:
-        """Write sweep.json: the runs, and the means over those that differ in their seed alone, best first."""
+        """Write sweep.json: all runs, and the mean of each group that differs only in seed, best first."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
         runs = [*map(vars, self.runs), *self.former]  # those that the file asks for no more keep their names
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
