@@ -37,8 +37,9 @@ def parse_device_ids(value: object) -> str | list[int] | list[str]:
         return texts
     if 0 < len(texts) <= 256 and all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
         return [int(text) for text in texts]
-    if match := re.fullmatch(r"(?:cuda|gpu):([0-9]{1,9})", "".join(texts[:1])):
-        raise ValueError(f"GPUs are named by their number alone. Set device_ids={match[1]}.")
+    numbers = ",".join(text.removeprefix("cuda:").removeprefix("gpu:") for text in texts)
+    if re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", numbers):
+        raise ValueError(f"GPUs are named by their number alone. Set device_ids={numbers}.")
     raise ValueError("must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids=0,2 or device_ids=cpu,cpu.")
 
 
@@ -145,7 +146,7 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl
+    every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl and of the console
     tracker: list[Text] = field(default_factory=lambda: ["tensorboard"])  # none, or files of tracking/
     report: bool = True  # at the end of a run, report.html; needs the command `report`
     progress_bar: bool | Auto = "auto"  # auto: if a person watches

@@ -27,6 +27,7 @@ def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
+    value = value.replace("cuda:", "")  # device=cuda:2
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 

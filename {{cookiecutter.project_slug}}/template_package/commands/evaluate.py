@@ -50,7 +50,8 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             if report is not None:
                 logger.info("%s", Path(f"{report}.txt").read_text(encoding="utf-8"))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            logger.info("%s, %s split (%d samples): %s", path, split, evaluator.num_samples, figures)
+            place = f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples)"
+            logger.info("%s: %s", place, figures)
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:

@@ -33,7 +33,7 @@ def test_evaluation_matches_a_plain_loop(project: Project) -> None:
     project.run()
     printed = project.run("evaluate", "evaluation.checkpoint=last", "evaluation.split=test")
     unknown = project.run("evaluate", "name=unknown", code=2)
-    assert "checkpoints/step_00000021.pt, test split (11 samples): loss " in printed
+    assert "checkpoints/step_00000021.pt (step 21), test split (11 samples): loss " in printed
     assert project.json("run", "evaluation.json")["split"] == "test"
     assert "there is no runs/unknown; there are run. Train first" in unknown
     assert not project.directory("unknown").exists()

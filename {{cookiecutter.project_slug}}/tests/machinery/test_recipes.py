@@ -37,7 +37,7 @@ def add(project: Project, title: str) -> None:
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 12
+    assert len(BLOCKS) == 14
 
 
 @pytest.mark.parametrize("title", [title for title in BLOCKS if title != "Work in a notebook"])
@@ -53,6 +53,8 @@ def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
         assert lines[-1]["loss"] > lines[-1]["cross_entropy"] > 0 and 0 <= lines[-1]["accuracy"] <= 1
     if title == "Log images":
         assert list(image_project.directory("baseline").glob("media/*kernels.png"))
+    if title == "Show samples that the model gets wrong":
+        assert len(list(image_project.directory("baseline").glob("media/*wrong_?.png"))) >= 2
 
 
 @pytest.mark.parametrize("title", ["Weight classes", "Draw rare classes more often", "Train a GAN"])
