@@ -16,7 +16,8 @@ from torch import Tensor
 
 from . import model as user_model
 from .config import Config
-from .data.loader import TrainLoader, build_datasets
+from .data.loader import build_datasets
+from .data.stream import create_loader
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
@@ -41,10 +42,7 @@ class Trainer:
         self.config, self.context, self.directory = config, context, directory
         train_data, validation_data, *_ = build_datasets(config, context)
         training = config.training
-        self.loader = TrainLoader(
-            train_data, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
-            micro_batch_size=training.micro_batch_size,
-        )  # fmt: skip
+        self.loader = create_loader(train_data, config, context)
         self.evaluator = Evaluator(validation_data, "validation", config, context)
         self.progress = Progress(self.loader.num_samples, training.global_batch_size)
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
@@ -210,7 +208,7 @@ class Trainer:
         with self.clock.paused():
             progress = self.progress
             self.finite.raise_if_found(self.strategy.local_weights(), progress.step)
-            state = collect_state(self.strategy, progress, self.config, self.average)
+            state = collect_state(self.strategy, progress, self.config, self.average, self.loader.place)
             beat()  # the disk has the whole of launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
@@ -224,6 +222,9 @@ class Trainer:
         if found is not None:  # the epoch of the last step
             self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
         resume(found, self.strategy, self.progress, self.config, self.average)
+        if found is not None:
+            states = found.state["random_states"]
+            self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
             former, now = found.state["config"]["training"]["epochs"], self.config.training.epochs

@@ -36,6 +36,7 @@ from ..launching.distributed import RankContext, all_reduce, broadcast_object, g
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
+LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
 
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
 _loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
@@ -56,6 +57,7 @@ class Request:
     num_samples: int
     weight: float
     is_last: bool
+    place: Any = None  # in a stream: where to go on, or, in the answer, what comes next
 
 
 class MicroBatch(NamedTuple):
@@ -87,6 +89,24 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
     return drawn.index_add(0, places, num_earlier * num_samples)
 
 
+def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
+    """The indices at these positions of a shuffled range(num_samples): (n,) int64, each computed by itself.
+
+    Six rounds of a Feistel network permute the numbers below a power of 4. A result that is no index goes through
+    again until it is one (cycle walking): three times on average at most.
+    """
+    half = max(1, ((num_samples - 1).bit_length() + 1) // 2)  # bits
+    left, right = positions >> half, positions & (1 << half) - 1
+    for number in range(6):
+        mixed = (right ^ derive_seed(seed, number, 0)) * 0x2545F4914F6CDD1D  # wraps around
+        mixed = (mixed ^ mixed >> 32) * 0x369DEA0F31A53F85
+        left, right = right, left ^ (mixed >> 32 & (1 << half) - 1)
+    found = left << half | right
+    if len(beyond := (found >= num_samples).nonzero()):
+        found[beyond] = long_order(found[beyond], num_samples, seed)
+    return found
+
+
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """`order` with samples of like length in each global batch of `size`, so that little is padded.
 
@@ -109,6 +129,8 @@ def cut_evenly(items: list[int], num_parts: int) -> list[list[int]]:
 
 class TrainLoader:
     """This rank's micro-batches, step by step, from any position on and without end."""
+
+    place: Any = None  # besides epoch and position, what a rank's checkpoint must hold of its reading
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,
@@ -169,6 +191,12 @@ class TrainLoader:
         """Each global batch from there on: its epoch, and its part of the epoch's order."""
         size = self.global_batch_size
         while True:
+            if self._lengths is self._weights is None and self.num_samples >= LONG:
+                for start in range(position, self.num_samples, size):
+                    positions = torch.arange(start, min(start + size, self.num_samples))
+                    yield epoch, long_order(positions, self.num_samples, derive_seed(self._seed, epoch, -1)).tolist()
+                epoch, position = epoch + 1, 0
+                continue
             order = epoch_order(self.num_samples, self._seed, epoch, self._weights)
             if self._lengths is not None:
                 order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
@@ -279,18 +307,20 @@ class BatchReader:
     """Reads requested micro-batches onto the rank's device; worker processes live as long as this object."""
 
     def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, seed: int) -> None:
-        self._fetcher, self._requests, self._device = Fetcher(dataset, seed), Requests(), context.device
+        self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, seed)
+        self._requests, self._device = Requests(), context.device
         is_on_cpu = context.device.type == "cpu"
         if config.num_workers != "auto":
             num_workers = config.num_workers
-        elif is_on_cpu or self._fetcher.is_quick:
+        elif is_on_cpu or self.fetcher.is_quick:
             num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
         else:
             num_workers = min(8, num_usable_cores() // context.local_world_size)
+        self.num_workers = num_workers
         self._loader: DataLoader[MicroBatch] | None = None
         if num_workers or not is_on_cpu:
             self._loader = DataLoader(
-                self._fetcher,
+                self.fetcher,
                 batch_size=None,  # a request is a whole micro-batch already
                 collate_fn=cast(Any, MicroBatch._make),  # torch's own would turn tuples into lists, arrays into tensors
                 sampler=cast(Any, self._requests),
@@ -307,7 +337,7 @@ class BatchReader:
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
         """The micro-batches in the order of the requests. What the iterator before has not read is dropped."""
         if self._loader is None:
-            return map(self._fetcher.__getitem__, requests)
+            return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
         with signals_blocked() if self._loader.num_workers else nullcontext():  # they would kill a worker that starts
             micro_batches = iter(self._loader)
@@ -366,10 +396,17 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
     raise ConfigError(f"{name} of {type(dataset).__name__} {found}")
 
 
+def is_stream(dataset: Dataset[Any]) -> bool:
+    """Whether it is an IterableDataset. One with a length and an index too, as litdata's and MosaicML's, is read by it."""
+    has_index = isinstance(dataset, Sized) and type(dataset).__getitem__ is not Dataset.__getitem__
+    return isinstance(dataset, IterableDataset) and not has_index
+
+
 def check_dataset(dataset: Dataset[Any], name: str) -> int:
     """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        raise ConfigError(f"the {name} data set has no __len__ and __getitem__: an IterableDataset is not supported.")
+    if is_stream(dataset) or not isinstance(dataset, Sized):
+        rule = "only that of training may be a stream (an IterableDataset). Return a list of its first items, say"
+        raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
     lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
     if min(lengths) != max(lengths):
         rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"

@@ -192,13 +192,13 @@ def resume(
 
 
 def collect_state(
-    strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
+    strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None, place: Any
 ) -> dict[str, Any] | None:
     """The content of a checkpoint on rank 0, None on the others. All ranks call it."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
-    packed = gather_objects(pack(get_random_states(*strategy.context.devices)))
+    packed = gather_objects(pack(get_random_states(*strategy.context.devices) | {"place": place}))
     return None if packed is None else state | {"random_states": [unpack(content) for content in packed]}
 
 

@@ -83,7 +83,7 @@ class Progress:
 
     def describe(self) -> str:
         """`260 steps, 13 epochs, best accuracy 0.9889 at step 100`"""
-        counts = f"{self.step} steps, {self.epoch} epoch{'s' * (self.epoch != 1)}"
+        counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (self.epoch > 0)
         if self.best is None:
             return counts
         (name, value), (_, step) = self.best.items()

@@ -1,0 +1,188 @@
+"""Reads a training set without a length (a stream): each rank, and each of its workers, its own part of the items.
+
+For the rest of the package a stream is one epoch without end. Here it has passes: when all parts have ended, it begins
+anew. A checkpoint holds the place of each rank in its parts.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import _utils
+
+from ..config import Config
+from ..errors import ConfigError
+from ..launching.distributed import RankContext, all_reduce
+from . import loader
+from .loader import Fetcher, MicroBatch, Request, TrainLoader
+
+logger = logging.getLogger(__name__)
+
+
+def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLoader:
+    """The loader of a training set, which has an index or is a stream."""
+    training, num_ranks, kind = config.training, context.world_size, TrainLoader
+    if loader.is_stream(dataset):
+        dataset, kind = PartFetcher(dataset, config.seed, context), StreamLoader
+        if training.max_steps is None:
+            raise ConfigError("training.max_steps=null: the training set is a stream, which has no end. Set a number.")
+        if training.global_batch_size % num_ranks:
+            rule = f"{num_ranks} ranks read equal shares of a stream. Choose a multiple of {num_ranks}"
+            raise ConfigError(f"training.global_batch_size={training.global_batch_size}: {rule}.")
+    return kind(
+        dataset, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+    )  # fmt: skip
+
+
+class StreamLoader(TrainLoader):
+    """This rank's micro-batches of a stream, step by step, in the same number on all ranks.
+
+    When its parts have ended, a rank runs a batch with weight 0 until those of the other ranks have ended too.
+    """
+
+    _size = sys.maxsize  # of the micro-batch that was read to rehearse
+
+    def start(self, epoch: int, position: int) -> None:
+        """Let the next step begin at `place`, with micro-batches of one size on all ranks."""
+        self.micro_batch_size = int(all_reduce(torch.tensor(self.micro_batch_size), dist.ReduceOp.MIN))
+        self.read_first(epoch, position)
+        begun, now = ([part["part"] for part in place["parts"]] for place in (self.place, self._beginning(0)))
+        if begun != now:
+            words = (
+                f"a stream goes on with the ranks and workers that it began with: {begun[0][1]} parts, not {now[0][1]}"
+            )
+            raise ConfigError(f"{words}. Keep device_ids and loader.num_workers, or choose another name=….")
+        self._go_to(self.place)
+        self._batches = self._steps()
+
+    def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
+        """A micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
+        if self._size > self.micro_batch_size:
+            share = self.global_batch_size // self._context.world_size
+            self._size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
+            self.place = self.place or self._beginning(0)
+            self._go_to(self._beginning(0))
+            self._spare = self._read(1)
+            if not self._spare:
+                raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
+        return self._spare[0]
+
+    def _beginning(self, number: int) -> dict[str, Any]:
+        """The place where this pass begins."""
+        num_workers = max(1, self._reader.num_workers)
+        first, of = self._context.rank * num_workers, self._context.world_size * num_workers
+        parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
+        return {"pass": number, "turn": 0, "parts": parts}
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        """Read on from there, by all workers in turn."""
+        self._now = place | {"turn": 0, "parts": [*place["parts"]]}
+
+        def requests() -> Iterator[Request]:
+            # Here too, as Hugging Face's processes share the number, and would add to it at the same time.
+            self._reader.fetcher.set_epoch(place["pass"])
+            for number in count():  # the first to each worker names its place; those before the turn ask for no item
+                part = place["parts"][number] if number < len(place["parts"]) else None
+                yield Request(place["pass"], [], [], self._size * (number >= place["turn"]), 0.0, False, part)
+
+        self._answers = self._reader.read(requests())
+
+    def _read(self, num_batches: int) -> list[MicroBatch]:
+        """The next batches of this rank; fewer once its parts have ended."""
+        found: list[MicroBatch] = []
+        parts = self._now["parts"]
+        while len(found) < num_batches and not all(part["is_over"] for part in parts):
+            answer = next(self._answers)
+            parts[self._now["turn"]] = answer.request.place
+            self._now["turn"] = (self._now["turn"] + 1) % len(parts)
+            found += [answer] * (answer.request.num_samples > 0)
+        return found
+
+    def _steps(self) -> Iterator[MicroBatch]:
+        num_ranks = self._context.world_size
+        num_pieces = self.global_batch_size // num_ranks // self._size
+        while True:
+            pieces = self._read(num_pieces)
+            total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
+            if total == 0:
+                self._go_to(self._beginning(self._now["pass"] + 1))
+                continue
+            self.place = self._now | {"parts": [*self._now["parts"]]}
+            batch, request = self._spare[0]
+            pieces += [MicroBatch(batch, replace(request, num_samples=0))] * (num_pieces - len(pieces))
+            for number, (batch, request) in enumerate(pieces, start=1):
+                weight = request.num_samples * num_ranks / total
+                yield MicroBatch(batch, replace(request, weight=weight, is_last=number == num_pieces))
+
+
+class PartFetcher(Fetcher):
+    """Reads one part of a stream, in the rank or in a worker: as many items as each request asks for.
+
+    Random generators are seeded before each item, so that its augmentation depends on (seed, pass, item) alone.
+    """
+
+    _dataset: Any
+
+    def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
+        library, layer = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)
+        self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)
+        while layer is not None and not hasattr(layer, "buffer_size"):
+            layer = getattr(layer, "ex_iterable", None)
+        # The state of a Hugging Face data set leaves out what lies in a shuffle buffer.
+        self._has_state = layer is None and hasattr(dataset, "load_state_dict")
+        if library == "datasets":
+            from datasets.distributed import split_dataset_by_node
+
+            dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
+        self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
+        super().__init__(dataset, seed)
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __getitem__(self, request: Request) -> MicroBatch:
+        with loader.generators_restored():
+            if request.place is not None:
+                self._place, self._items = request.place, self._read_part(request.place, request.epoch)
+            items = [*islice(self._items, request.num_samples)]
+            batch = loader._collate(items) if items else None
+        if self._has_state and request.num_samples:
+            self._place = self._place | {"state": self._dataset.state_dict()}
+        return MicroBatch(batch, replace(request, num_samples=len(items), place=self._place))
+
+    def _read_part(self, place: dict[str, Any], epoch: int) -> Iterator[Any]:
+        dataset, started_at = self._dataset, time.perf_counter()
+        (part, num_parts), num_former = place["part"], place["num_read"]
+        self.set_epoch(epoch)
+        if self._has_state:
+            dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
+        if not self._is_sharded:
+            _utils.worker._worker_info = None  # or a data set that shares its items among workers would do so twice
+        self._seed_generators(epoch, -1)  # for all parts alike: files may be shuffled now
+        items = iter(() if place["is_over"] else dataset)
+        for index in count(num_former if self._has_state else 0):
+            if index == num_former > 0 and not self._has_state:
+                words = "found the place in the stream in %.1f seconds, by reading all that comes before it"
+                logger.info(words, time.perf_counter() - started_at)
+            self._seed_generators(epoch, index * num_parts + part if self._is_sharded else index)
+            if (item := next(items, self)) is self:
+                break
+            if index >= num_former and (self._is_sharded or index % num_parts == part):
+                self._place = self._place | {"num_read": index + 1}
+                yield item
+        self._place = self._place | {"is_over": True}
+
+    def _seed_generators(self, epoch: int, number: int) -> None:
+        loader.seed_generators(loader.derive_seed(self._seed, epoch, number), is_cpu_only=True)
