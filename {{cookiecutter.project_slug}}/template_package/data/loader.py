@@ -102,7 +102,7 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
         mixed = (mixed ^ mixed >> 32) * 0x369DEA0F31A53F85
         left, right = right, left ^ (mixed >> 32 & (1 << half) - 1)
     found = left << half | right
-    if len(beyond := (found >= num_samples).nonzero()):
+    if len(beyond := (found >= num_samples).nonzero().flatten()):
         found[beyond] = long_order(found[beyond], num_samples, seed)
     return found
 
@@ -397,7 +397,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Dataset[Any]) -> bool:
-    """Whether it is an IterableDataset. One with a length and an index too, as litdata's and MosaicML's, is read by it."""
+    """Whether it is an IterableDataset, and cannot be read by index as well."""
     has_index = isinstance(dataset, Sized) and type(dataset).__getitem__ is not Dataset.__getitem__
     return isinstance(dataset, IterableDataset) and not has_index
 

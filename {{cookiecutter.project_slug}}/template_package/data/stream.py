@@ -54,29 +54,31 @@ class StreamLoader(TrainLoader):
         """Let the next step begin at `place`, with micro-batches of one size on all ranks."""
         self.micro_batch_size = int(all_reduce(torch.tensor(self.micro_batch_size), dist.ReduceOp.MIN))
         self.read_first(epoch, position)
-        begun, now = ([part["part"] for part in place["parts"]] for place in (self.place, self._beginning(0)))
-        if begun != now:
-            words = (
-                f"a stream goes on with the ranks and workers that it began with: {begun[0][1]} parts, not {now[0][1]}"
-            )
-            raise ConfigError(f"{words}. Keep device_ids and loader.num_workers, or choose another name=….")
         self._go_to(self.place)
         self._batches = self._steps()
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """A micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
         if self._size > self.micro_batch_size:
-            share = self.global_batch_size // self._context.world_size
+            share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
             self._size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
-            self.place = self.place or self._beginning(0)
-            self._go_to(self._beginning(0))
+            self.place = self.place or beginning
+            begun, now = ([part["part"] for part in place["parts"]] for place in (self.place, beginning))
+            if begun != now:
+                words = f"a stream goes on in as many parts (ranks x workers) as before: {begun[0][1]}, not {now[0][1]}"
+                raise ConfigError(f"{words}. Keep device_ids and loader.num_workers, or choose another name=….")
+            self._go_to(beginning)
             self._spare = self._read(1)
             if not self._spare:
                 raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
         return self._spare[0]
 
+    def close(self) -> None:
+        del self._answers  # or the workers would live on
+        super().close()
+
     def _beginning(self, number: int) -> dict[str, Any]:
-        """The place where this pass begins."""
+        """The place where this pass begins: of each part of this rank, one a worker, and whose turn it is."""
         num_workers = max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, self._context.world_size * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
@@ -84,11 +86,10 @@ class StreamLoader(TrainLoader):
 
     def _go_to(self, place: dict[str, Any]) -> None:
         """Read on from there, by all workers in turn."""
-        self._now = place | {"turn": 0, "parts": [*place["parts"]]}
+        self._pass, self._turn, self._parts = place["pass"], 0, [*place["parts"]]
 
         def requests() -> Iterator[Request]:
-            # Here too, as Hugging Face's processes share the number, and would add to it at the same time.
-            self._reader.fetcher.set_epoch(place["pass"])
+            self._reader.fetcher.set_epoch(place["pass"])  # Hugging Face's workers share it: not all of them at once
             for number in count():  # the first to each worker names its place; those before the turn ask for no item
                 part = place["parts"][number] if number < len(place["parts"]) else None
                 yield Request(place["pass"], [], [], self._size * (number >= place["turn"]), 0.0, False, part)
@@ -98,26 +99,25 @@ class StreamLoader(TrainLoader):
     def _read(self, num_batches: int) -> list[MicroBatch]:
         """The next batches of this rank; fewer once its parts have ended."""
         found: list[MicroBatch] = []
-        parts = self._now["parts"]
-        while len(found) < num_batches and not all(part["is_over"] for part in parts):
+        while len(found) < num_batches and not all(part["is_over"] for part in self._parts):
             answer = next(self._answers)
-            parts[self._now["turn"]] = answer.request.place
-            self._now["turn"] = (self._now["turn"] + 1) % len(parts)
+            self._parts[self._turn] = answer.request.place
+            self._turn = (self._turn + 1) % len(self._parts)
             found += [answer] * (answer.request.num_samples > 0)
         return found
 
     def _steps(self) -> Iterator[MicroBatch]:
-        num_ranks = self._context.world_size
+        num_ranks, spare = self._context.world_size, self._spare[0]
+        idle = spare._replace(request=replace(spare.request, num_samples=0))
         num_pieces = self.global_batch_size // num_ranks // self._size
         while True:
             pieces = self._read(num_pieces)
             total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
             if total == 0:
-                self._go_to(self._beginning(self._now["pass"] + 1))
+                self._go_to(self._beginning(self._pass + 1))
                 continue
-            self.place = self._now | {"parts": [*self._now["parts"]]}
-            batch, request = self._spare[0]
-            pieces += [MicroBatch(batch, replace(request, num_samples=0))] * (num_pieces - len(pieces))
+            self.place = {"pass": self._pass, "turn": self._turn, "parts": [*self._parts]}
+            pieces += [idle] * (num_pieces - len(pieces))
             for number, (batch, request) in enumerate(pieces, start=1):
                 weight = request.num_samples * num_ranks / total
                 yield MicroBatch(batch, replace(request, weight=weight, is_last=number == num_pieces))

@@ -199,7 +199,7 @@ def test_killed_run_goes_on_with_the_same_items_and_on_as_many_ranks_only(stream
     killed = [*words, "name=killed", "model.fault=kill", "model.fault_step=8"]
     assert "killed by SIGKILL" in streams.run(*killed, code=1)
     refused = streams.run(*killed, "device_ids=cpu", code=2)
-    assert "a stream goes on with the ranks and workers that it began with: 4 parts, not 2" in refused
+    assert "as many parts (ranks x workers) as before: 4, not 2" in refused
     assert "resuming after step 6" in streams.run(*killed)
     for rank in (0, 1):
         assert steps_of(streams, "killed", rank) == steps_of(streams, "run", rank)
