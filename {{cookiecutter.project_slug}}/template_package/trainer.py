@@ -16,8 +16,7 @@ from torch import Tensor
 
 from . import model as user_model
 from .config import Config
-from .data.loader import build_datasets
-from .data.stream import create_loader
+from .data import build_datasets, create_loader
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import model as user_model
 from ..config import Config, differing_keys, to_dict
-from ..data.loader import build_datasets
+from ..data import build_datasets
 from ..errors import ConfigError
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, from_main, rank_context

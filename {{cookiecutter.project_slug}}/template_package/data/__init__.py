@@ -1,0 +1,34 @@
+"""Builds the user's data sets, and chooses the loader that reads the training set."""
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from .. import dataset as user_data
+from ..config import Config
+from ..errors import ConfigError
+from ..launching.distributed import RankContext
+from .datasets import is_stream
+from .loader import TrainLoader, seed_generators
+
+
+def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
+    """The user's data sets, from generators seeded alike on all ranks; local rank 0 is first: one download a node."""
+    seed_generators(config.seed)
+    with context.local_rank_first("data"):
+        return tuple(user_data.build_datasets(config.data))
+
+
+def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLoader:
+    """The loader of a training set, which has an index or is a stream."""
+    training, kind = config.training, TrainLoader
+    if is_stream(dataset):
+        from .stream import StreamLoader  # here, since most runs do without
+
+        kind = StreamLoader
+        if training.max_steps is None:
+            raise ConfigError("training.max_steps=null: the training set is a stream, which has no end. Set a number.")
+    return kind(
+        dataset, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+    )  # fmt: skip

@@ -7,14 +7,13 @@ without replaying anything.
 
 import ctypes
 import hashlib
-import math
 import os
 import random
 import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,14 @@ import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from .. import dataset as user_data
 from .. import model as user_model
-from ..config import Config, LoaderConfig
-from ..errors import ConfigError
-from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
+from ..config import LoaderConfig
+from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
+from .datasets import check_dataset, numbers_of
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
@@ -65,13 +64,6 @@ class MicroBatch(NamedTuple):
 
     batch: Any
     request: Request
-
-
-def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
-    """The user's data sets, from generators seeded alike on all ranks; local rank 0 is first: one download a node."""
-    seed_generators(config.seed)
-    with context.local_rank_first("data"):
-        return tuple(user_data.build_datasets(config.data))
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
@@ -380,40 +372,6 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
     if isinstance(weight, Tensor):
         return weight.detach().to(context.device, torch.float64)
     return torch.full((), weight, dtype=torch.float64, device=context.device)  # a copy from the host would wait
-
-
-def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """The data set's attribute `name`, one number a sample, as float64; None if it has none."""
-    if getattr(dataset, name, None) is None:
-        return None
-    numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
-    if numbers.shape != (len(dataset),):
-        found = f"holds {numbers.numel()} numbers for {len(dataset)} samples. Give it one number per sample."
-    elif numbers.min() < 0 or not 0 < numbers.sum() < math.inf:
-        found = "holds a negative number, one that is not finite, or zeros only. Remove or replace it."
-    else:
-        return numbers
-    raise ConfigError(f"{name} of {type(dataset).__name__} {found}")
-
-
-def is_stream(dataset: Dataset[Any]) -> bool:
-    """Whether it is an IterableDataset, and cannot be read by index as well."""
-    has_index = isinstance(dataset, Sized) and type(dataset).__getitem__ is not Dataset.__getitem__
-    return isinstance(dataset, IterableDataset) and not has_index
-
-
-def check_dataset(dataset: Dataset[Any], name: str) -> int:
-    """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
-    if is_stream(dataset) or not isinstance(dataset, Sized):
-        rule = "only that of training may be a stream (an IterableDataset). Return a list of its first items, say"
-        raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
-    lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
-    if min(lengths) != max(lengths):
-        rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
-        raise ConfigError(f"the {name} data set differs between ranks: {lengths} samples. {rule}")
-    if lengths[0] == 0:
-        raise ConfigError(f"the {name} data set is empty: build_datasets() must return at least one sample.")
-    return lengths[0]
 
 
 def seed_generators(seed: int, *, is_cpu_only: bool = False) -> None:

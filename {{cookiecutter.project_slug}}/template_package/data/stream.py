@@ -17,29 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import _utils
 
-from ..config import Config
+from ..config import LoaderConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 from . import loader
 from .loader import Fetcher, MicroBatch, Request, TrainLoader
 
 logger = logging.getLogger(__name__)
-
-
-def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLoader:
-    """The loader of a training set, which has an index or is a stream."""
-    training, num_ranks, kind = config.training, context.world_size, TrainLoader
-    if loader.is_stream(dataset):
-        dataset, kind = PartFetcher(dataset, config.seed, context), StreamLoader
-        if training.max_steps is None:
-            raise ConfigError("training.max_steps=null: the training set is a stream, which has no end. Set a number.")
-        if training.global_batch_size % num_ranks:
-            rule = f"{num_ranks} ranks read equal shares of a stream. Choose a multiple of {num_ranks}"
-            raise ConfigError(f"training.global_batch_size={training.global_batch_size}: {rule}.")
-    return kind(
-        dataset, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-    )  # fmt: skip
 
 
 class StreamLoader(TrainLoader):
@@ -49,6 +33,12 @@ class StreamLoader(TrainLoader):
     """
 
     _size = sys.maxsize  # of the micro-batch that was read to rehearse
+
+    def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any) -> None:
+        if (size := sizes["global_batch_size"]) % context.world_size:
+            rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
+            raise ConfigError(f"training.global_batch_size={size}: {rule}.")
+        super().__init__(PartFetcher(dataset, seed, context), config, context, seed=seed, **sizes)
 
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin at `place`, with micro-batches of one size on all ranks."""
@@ -114,6 +104,8 @@ class StreamLoader(TrainLoader):
             pieces = self._read(num_pieces)
             total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
             if total == 0:
+                if not any(part["num_read"] for part in self._parts) and self._pass:
+                    raise ConfigError("the training set has no items in its second pass: __iter__ must begin anew.")
                 self._go_to(self._beginning(self._pass + 1))
                 continue
             self.place = {"pass": self._pass, "turn": self._turn, "parts": [*self._parts]}

@@ -17,17 +17,8 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
-from ..data.loader import (
-    BatchReader,
-    MicroBatch,
-    Request,
-    check_dataset,
-    cut_evenly,
-    generators_restored,
-    loss_weight_of,
-    move,
-    numbers_of,
-)
+from ..data.datasets import check_dataset, numbers_of
+from ..data.loader import BatchReader, MicroBatch, Request, cut_evenly, generators_restored, loss_weight_of, move
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, from_main, gather_objects, pack, unpack

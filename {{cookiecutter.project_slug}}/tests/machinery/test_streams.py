@@ -209,6 +209,6 @@ def test_killed_run_goes_on_with_the_same_items_and_on_as_many_ranks_only(stream
 def test_stream_without_an_end_or_in_unequal_shares_is_refused(streams: Project) -> None:
     assert "training.max_steps=null: " in streams.run("training.global_batch_size=8", code=2)
     unequal = streams.run("device_ids=cpu,cpu", "training.max_steps=3", "training.global_batch_size=7", code=2)
-    assert "training.global_batch_size=7: 2 ranks read equal shares" in unequal
+    assert "training.global_batch_size=7: all ranks read equal shares" in unequal
     streams.append("dataset.py", "def build_datasets(config: DataConfig):\n    return Plain(), Plain()")
     assert "the validation data set has no __len__" in streams.run("training.max_steps=3", code=2)
