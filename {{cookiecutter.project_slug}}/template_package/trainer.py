@@ -221,7 +221,7 @@ class Trainer:
         if found is not None:  # the epoch of the last step
             self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
         resume(found, self.strategy, self.progress, self.config, self.average)
-        if found is not None:
+        if found is not None and not found.is_other_run:
             states = found.state["random_states"]
             self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
         if found is not None and not self.is_complete:

@@ -21,13 +21,14 @@ def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], 
 
 def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLoader:
     """The loader of a training set, which has an index or is a stream."""
-    training, kind = config.training, TrainLoader
+    training, steps, kind = config.training, config.checkpoint.every_steps, TrainLoader
     if is_stream(dataset):
         from .stream import StreamLoader  # here, since most runs do without
 
         kind = StreamLoader
-        if training.max_steps is None:
-            raise ConfigError("training.max_steps=null: the training set is a stream, which has no end. Set a number.")
+        for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
+            if number is None:
+                raise ConfigError(f"{key}=null: the training set is a stream, without end and epochs. Set a number.")
     return kind(
         dataset, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,

@@ -219,6 +219,8 @@ class Fetcher(Dataset[MicroBatch]):
     `__getitems__` returns a whole batch is asked once for it.
     """
 
+    max_workers = 8
+
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._epoch: int | None = None
@@ -300,14 +302,14 @@ class BatchReader:
 
     def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, seed: int) -> None:
         self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, seed)
-        self._requests, self._device = Requests(), context.device
+        self._requests, self.device = Requests(), context.device
         is_on_cpu = context.device.type == "cpu"
         if config.num_workers != "auto":
             num_workers = config.num_workers
         elif is_on_cpu or self.fetcher.is_quick:
             num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
         else:
-            num_workers = min(8, num_usable_cores() // context.local_world_size)
+            num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
         self.num_workers = num_workers
         self._loader: DataLoader[MicroBatch] | None = None
         if num_workers or not is_on_cpu:
@@ -333,9 +335,9 @@ class BatchReader:
         self._requests.now = requests
         with signals_blocked() if self._loader.num_workers else nullcontext():  # they would kill a worker that starts
             micro_batches = iter(self._loader)
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return micro_batches
-        return (micro_batch._replace(batch=move(micro_batch.batch, self._device)) for micro_batch in micro_batches)
+        return (micro_batch._replace(batch=move(micro_batch.batch, self.device)) for micro_batch in micro_batches)
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:

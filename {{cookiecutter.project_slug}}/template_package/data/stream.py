@@ -39,6 +39,7 @@ class StreamLoader(TrainLoader):
             rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
             raise ConfigError(f"training.global_batch_size={size}: {rule}.")
         super().__init__(PartFetcher(dataset, seed, context), config, context, seed=seed, **sizes)
+        self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin at `place`, with micro-batches of one size on all ranks."""
@@ -55,13 +56,18 @@ class StreamLoader(TrainLoader):
             self.place = self.place or beginning
             begun, now = ([part["part"] for part in place["parts"]] for place in (self.place, beginning))
             if begun != now:
-                words = f"a stream goes on in as many parts (ranks x workers) as before: {begun[0][1]}, not {now[0][1]}"
-                raise ConfigError(f"{words}. Keep device_ids and loader.num_workers, or choose another name=….")
+                former, present = (f"{parts[0][1] // len(parts)} ranks x {len(parts)} parts" for parts in (begun, now))
+                remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
+                raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
             self._go_to(beginning)
             self._spare = self._read(1)
+            if self._size < self.micro_batch_size:
+                words = "stream: micro-batches of %d samples, which divide a rank's share of %d"
+                logger.info(words, self._size, share)
             if not self._spare:
                 raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
-        return self._spare[0]
+        batch, request = self._spare[0]
+        return MicroBatch(loader.move(batch, self._context.device), request)
 
     def close(self) -> None:
         del self._answers  # or the workers would live on
@@ -112,7 +118,14 @@ class StreamLoader(TrainLoader):
             pieces += [idle] * (num_pieces - len(pieces))
             for number, (batch, request) in enumerate(pieces, start=1):
                 weight = request.num_samples * num_ranks / total
-                yield MicroBatch(batch, replace(request, weight=weight, is_last=number == num_pieces))
+                answer = replace(request, weight=weight, is_last=number == num_pieces)
+                yield MicroBatch(loader.move(batch, self._context.device), answer)
+
+
+def _layers(layer: Any) -> Iterator[Any]:
+    for inner in () if layer is None else (getattr(layer, "ex_iterable", None), *getattr(layer, "ex_iterables", ())):
+        yield from _layers(inner)
+    yield layer
 
 
 class PartFetcher(Fetcher):
@@ -124,15 +137,20 @@ class PartFetcher(Fetcher):
     _dataset: Any
 
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
-        library, layer = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)
+        library = type(dataset).__module__.partition(".")[0]
         self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)
-        while layer is not None and not hasattr(layer, "buffer_size"):
-            layer = getattr(layer, "ex_iterable", None)
-        # The state of a Hugging Face data set leaves out what lies in a shuffle buffer.
-        self._has_state = layer is None and hasattr(dataset, "load_state_dict")
+        self.max_workers = 8 if self._is_sharded else 1  # more would each read all of it
+        layers = [*_layers(getattr(dataset, "_ex_iterable", None))]  # of a Hugging Face data set
+        # Its state leaves out what lies in a shuffle buffer.
+        self._has_state = hasattr(dataset, "load_state_dict") and not any(hasattr(one, "buffer_size") for one in layers)
         if library == "datasets":
             from datasets.distributed import split_dataset_by_node
 
+            if dataset._distributed is not None:
+                raise ConfigError("the training stream is split already. Delete split_dataset_by_node.")
+            if any(getattr(one, "split_when_sharding", False) for one in layers):
+                rule = "each part would skip or take a part of them, of its own files. Hold out whole files instead"
+                raise ConfigError(f"the training stream comes from skip() or take(): {rule}.")
             dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
         super().__init__(dataset, seed)
@@ -151,7 +169,7 @@ class PartFetcher(Fetcher):
             items = [*islice(self._items, request.num_samples)]
             batch = loader._collate(items) if items else None
         if self._has_state and request.num_samples:
-            self._place = self._place | {"state": self._dataset.state_dict()}
+            self._place = self._place | {"state": deepcopy(self._dataset.state_dict())}
         return MicroBatch(batch, replace(request, num_samples=len(items), place=self._place))
 
     def _read_part(self, place: dict[str, Any], epoch: int) -> Iterator[Any]:
@@ -162,13 +180,13 @@ class PartFetcher(Fetcher):
             dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
         if not self._is_sharded:
             _utils.worker._worker_info = None  # or a data set that shares its items among workers would do so twice
-        self._seed_generators(epoch, -1)  # for all parts alike: files may be shuffled now
         items = iter(() if place["is_over"] else dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:
                 words = "found the place in the stream in %.1f seconds, by reading all that comes before it"
                 logger.info(words, time.perf_counter() - started_at)
-            self._seed_generators(epoch, index * num_parts + part if self._is_sharded else index)
+            # The first item alike in all parts: __iter__ begins with it, and may shuffle the files.
+            self._seed_generators(epoch, index * num_parts + part if self._is_sharded and index else index)
             if (item := next(items, self)) is self:
                 break
             if index >= num_former and (self._is_sharded or index % num_parts == part):

@@ -106,7 +106,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 class Found(NamedTuple):
     state: dict[str, Any]  # to continue from
-    is_best: bool = False  # read from best.pt, as there is no checkpoint of a later step
+    is_best: bool = False  # read from best.pt, since no step's checkpoint could be read
     is_other_run: bool = False  # named by checkpoint.resume=PATH
 
 
@@ -148,6 +148,9 @@ def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> F
         raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
     path, state = readable
     check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+    if wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
+        remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
+        raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
     return Found(state, is_best=path == checkpoints.best)
 
 

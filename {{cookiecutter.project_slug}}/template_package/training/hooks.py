@@ -78,4 +78,4 @@ def warn_of_close_names(*datasets: Any) -> None:
     for name in dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ())):
         close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)
         if close and name not in FUNCTIONS:
-            logger.warning("warning: nothing calls or reads %s. Did you mean %s?", name, close[0])
+            logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])

@@ -1,6 +1,7 @@
 """Counts and times of a run: steps, epochs, the best evaluation, and the seconds spent in steps."""
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any], *, is_other_run: bool = False) -> None:
         """Continue from a checkpoint. Of another run's, which may have had other batches, only the position counts."""
+        if is_other_run and self.num_samples == sys.maxsize:
+            return  # a stream, whose place is its own
         self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
         if is_other_run:
             size = self.global_batch_size

@@ -46,7 +46,7 @@ class StopRequest:
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
         self._context, self._begun, self._limit = context, 0, sys.maxsize
-        self._received: int | None = signal.SIGTERM if early_requests else None
+        self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         # A connection of its own: a thread that waits for an answer would hold up the other.
         self._store = context.store.clone()
@@ -55,6 +55,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         self._handlers.__enter__()
+        self._received = self._received or (signal.SIGTERM if early_requests else None)
         self._store.set(READY, "1")
         threading.Thread(target=self._watch, daemon=True).start()
         return self

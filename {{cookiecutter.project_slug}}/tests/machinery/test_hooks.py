@@ -260,7 +260,7 @@ def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
     project.edit("dataset.py", "        self.inputs = ", "        self.sample_weight = 1.0\n        self.inputs = ")
     output = project.run("device_ids=cpu,cpu", "training.max_steps=1")
     for name, right in (("train_metrics", "training_metrics"), ("sample_weight", "sample_weights")):
-        assert output.count(f"nothing calls or reads {name}. Did you mean {right}?") == 1
+        assert output.count(f"the trainer does not use {name}. Did you mean {right}?") == 1
 
 
 def test_max_steps_alone_ends_a_run(project: Project) -> None:
