@@ -349,10 +349,7 @@ def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> 
     assert Image.open(tmp_path / "media" / "step_00000003_curve.png").size == (100, 50)
 
 
-def test_media_that_cannot_be_written_are_one_warning_each(
-    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("template_package.files.time.sleep", lambda seconds: None)  # before a second attempt
+def test_media_that_cannot_be_written_are_one_warning_each(tmp_path: Path, warnings: list[str]) -> None:
     tracking: Any = open_tracking(tmp_path, 0, 9)
     log = tracking.log(1)
     log.image("channels", torch.zeros(2, 3, 5))
