@@ -25,7 +25,6 @@ IN_PLACE = {
     "disk full, read-only, slow, away; no permission": [
         "machinery/test_disk.py",
         "machinery/test_checkpoint.py::test_interrupted_write_leaves_the_old_file",
-        "machinery/test_checkpoint.py::test_disk_that_stumbles_is_tried_again_once",
         "machinery/test_checkpoint.py::test_disk_that_does_not_answer_is_no_damaged_file",
         "machinery/test_tracking.py::test_line_that_the_disk_refuses_ends_the_run_in_one_line",
     ],
