@@ -181,19 +181,18 @@ class TrainLoader:
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
         """Each global batch from there on: its epoch, and its part of the epoch's order."""
-        size = self.global_batch_size
+        size, num_samples = self.global_batch_size, self.num_samples
+        is_long = self._lengths is self._weights is None and num_samples >= LONG
         while True:
-            if self._lengths is self._weights is None and self.num_samples >= LONG:
-                for start in range(position, self.num_samples, size):
-                    positions = torch.arange(start, min(start + size, self.num_samples))
-                    yield epoch, long_order(positions, self.num_samples, derive_seed(self._seed, epoch, -1)).tolist()
-                epoch, position = epoch + 1, 0
-                continue
-            order = epoch_order(self.num_samples, self._seed, epoch, self._weights)
+            order = torch.empty(0) if is_long else epoch_order(num_samples, self._seed, epoch, self._weights)
             if self._lengths is not None:
                 order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
-            for start in range(position, self.num_samples, size):
-                yield epoch, order[start : start + size].tolist()
+            for start in range(position, num_samples, size):
+                part = order[start : start + size]
+                if is_long:
+                    positions = torch.arange(start, min(start + size, num_samples))
+                    part = long_order(positions, num_samples, derive_seed(self._seed, epoch, -1))
+                yield epoch, part.tolist()
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:

@@ -116,6 +116,25 @@ def test_rank_that_is_asked_before_it_can_stop_stops_as_soon_as_it_can(project: 
     project.run("device_ids=cpu,cpu", "training.epochs=1")
 
 
+def test_stop_before_step_1_saves_nothing_so_that_a_mistake_can_be_mended(project: Project) -> None:
+    project.append(
+        "model.py",
+        """
+former_loss = compute_loss
+
+
+def compute_loss(model, batch):
+    if not os.path.exists("asked"):  # in the rehearsal
+        open("asked", "w").close()
+        os.kill(os.getpid(), 15)
+    return former_loss(model, batch)
+""",
+    )
+    project.run("optimizer.learning_rate=30.0", code=143)
+    assert not (project.directory("run") / "checkpoints").exists()
+    assert "complete: 21 steps" in project.run("optimizer.learning_rate=0.03")
+
+
 def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Project) -> None:
     words = ("device_ids=cpu,cpu", "training.max_steps=4", "evaluation.micro_batch_size=1", "logging.every_steps=4")
     (project.folder / "seconds_per_evaluation").write_text("0.1", encoding="utf-8")
