@@ -105,10 +105,10 @@ def suggest_package(text: str) -> str:
 def device_ids_problem(text: str) -> str | None:
     entry = r"\s*(?:\d{1,4}|cpu)\s*"
     entries = re.findall(r"\d+|cpu", text)
-    if re.fullmatch(r"auto(:[1-9]\d{0,3})?", text):
+    if re.fullmatch(r"auto(:[1-9]\d{0,3})?|mps", text):
         return None
     if not re.fullmatch(rf"{entry}(,{entry})*|\s*\[{entry}(,{entry})*\]\s*", text):
-        return "it must be auto, auto:2, ids such as 0,2 or [0, 2], cpu, or cpu,cpu. Use device_ids=auto"
+        return "it must be auto, auto:2, ids such as 0,2 or [0, 2], cpu, cpu,cpu, or mps. Use device_ids=auto"
     gpus = [int(entry) for entry in entries if entry != "cpu"]
     if gpus and "cpu" in entries:
         return f"GPUs and cpu cannot train together. Use device_ids={','.join(map(str, gpus))} or device_ids=cpu"

@@ -6,8 +6,6 @@ torchrun --nproc-per-node=2 run.py              joins the ranks that torchrun ha
 python run.py evaluate                          the best checkpoint of the run
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ if TYPE_CHECKING:  # imports stand in the functions: the process that starts the
     from template_package.config import Config
 
 
-def run_fn(rank: int, world_size: int, config: Config) -> None:
+def run_fn(rank: int, world_size: int, config: "Config") -> None:
     """Train to the end of the run, as rank `rank` of `world_size`; its process group and device are set."""
     from template_package.commands import write_report
     from template_package.files import run_directory

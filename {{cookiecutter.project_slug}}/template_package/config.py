@@ -25,7 +25,7 @@ Section = TypeVar("Section", bound=type)
 
 
 def parse_device_ids(value: object) -> str | list[int] | list[str]:
-    """`auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"].
+    """`auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"], ["mps"].
 
     value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … Whether a GPU exists is not asked here.
     """
@@ -33,7 +33,7 @@ def parse_device_ids(value: object) -> str | list[int] | list[str]:
     texts = [str(entry).strip() for entry in entries]
     if len(texts) == 1 and re.fullmatch("auto(:[1-9][0-9]{0,3})?", texts[0]):
         return texts[0]
-    if 0 < len(texts) <= 256 and all(text == "cpu" for text in texts):
+    if 0 < len(texts) <= 256 and (texts == ["mps"] or all(text == "cpu" for text in texts)):
         return texts
     if 0 < len(texts) <= 256 and all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
         return [int(text) for text in texts]

@@ -49,7 +49,7 @@ class Trainer:
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
         self.finite = FiniteCheck(context)
-        self.epoch_loss, self.epoch_samples = torch.zeros((), dtype=torch.float64, device=context.device), 0
+        self.epoch_loss, self.epoch_samples = torch.zeros((), dtype=context.sum_dtype, device=context.device), 0
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
@@ -152,7 +152,7 @@ class Trainer:
         if self.average is not None:
             self.average.update()
         self.finite.note(means["loss"], progress.step)
-        self.epoch_loss += means["loss"].double() * num_samples
+        self.epoch_loss += means["loss"].to(self.epoch_loss.dtype) * num_samples
         self.epoch_samples += num_samples
         if self.profiler is not None:
             self.profiler.step()
@@ -172,7 +172,7 @@ class Trainer:
         """Write the step's figures: of all steps, only these wait for the device."""
         self.finite.raise_if_found()
         progress = self.progress
-        parts = torch.stack([self.epoch_loss / self.epoch_samples, *(value.double() for value in means.values())])
+        parts = torch.stack([self.epoch_loss / self.epoch_samples, *means.values()])  # in the widest dtype of these
         epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
         record: dict[str, Any] = {
             **progress.line("train"),

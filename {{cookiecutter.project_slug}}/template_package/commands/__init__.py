@@ -1,7 +1,5 @@
 """The command line of run.py. Each command, besides `train`, is a file or folder here with `main(line)`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -42,7 +40,7 @@ class CommandLine:
     rest: list[str] = field(default_factory=list)
     is_config_typed: bool = False
 
-    def load_config(self) -> Config:
+    def load_config(self) -> "Config":
         """The Config that file and words make. Raises ConfigError.
 
         evaluate and predict take the run's own file instead, unless --config is typed; where and how to evaluate is
@@ -65,7 +63,7 @@ class CommandLine:
             settings = set_words(own, self.overrides)
         return build_config(settings)
 
-    def launch(self, run_fn: Callable[[int, int, Config], None]) -> int:
+    def launch(self, run_fn: Callable[[int, int, "Config"], None]) -> int:
         """The exit code of run_fn, run once per device of the config."""
         config = self.load_config()
         from ..launching.launcher import find_node, launch

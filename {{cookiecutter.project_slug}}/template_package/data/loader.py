@@ -305,7 +305,7 @@ class BatchReader:
         is_on_cpu = context.device.type == "cpu"
         if config.num_workers != "auto":
             num_workers = config.num_workers
-        elif is_on_cpu or self.fetcher.is_quick:
+        elif context.device.type != "cuda" or self.fetcher.is_quick:
             num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
         else:
             num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
@@ -359,20 +359,20 @@ def move(batch: Any, device: torch.device) -> Any:
     """The batch with everything movable on `device`; tuples, lists, mappings and dataclasses keep their types."""
 
     def move_one(value: Movable) -> Any:
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+        return value.to(device, non_blocking=device.type == "cuda") if isinstance(value, Tensor) else value.to(device)
 
     return apply_to_collection(batch, dtype=Movable, function=move_one)
 
 
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """The weight of this micro-batch's mean loss: 0-dim float64; 0 for one that only keeps the ranks in step."""
+    """The weight of this micro-batch's mean loss: 0-dim; 0 for one that only keeps the ranks in step."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         arguments = (micro_batch.batch, module) if _takes_module else (micro_batch.batch,)
         weight = _loss_weight(*arguments)
     if isinstance(weight, Tensor):
-        return weight.detach().to(context.device, torch.float64)
-    return torch.full((), weight, dtype=torch.float64, device=context.device)  # a copy from the host would wait
+        return weight.detach().to(context.device, context.sum_dtype)
+    return torch.full((), weight, dtype=context.sum_dtype, device=context.device)  # a copy from the host would wait
 
 
 def seed_generators(seed: int, *, is_cpu_only: bool = False) -> None:

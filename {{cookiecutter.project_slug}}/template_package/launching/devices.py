@@ -64,8 +64,10 @@ def take_devices(
     num_ranks: the ranks that a launcher has started here; `auto` takes so many devices. nvml: see find_gpus.
     """
     wanted = parse_device_ids(device_ids)
-    if "cpu" in wanted:
-        return Devices(["cpu"] * len(wanted), [])
+    if "mps" in wanted and not torch.backends.mps.is_available():
+        raise ConfigError("device_ids=mps: only a Mac has it, with a torch that is built for it. Set device_ids=auto.")
+    if "cpu" in wanted or "mps" in wanted:
+        return Devices([*map(str, wanted)], [])
     if not isinstance(wanted, str):
         return _take_named([int(index) for index in wanted], find_gpus(environment, nvml))
     num_needed = (num_ranks or 1) if wanted == "auto" else int(wanted.removeprefix("auto:"))
@@ -83,6 +85,8 @@ def take_devices(
             is_waiting = True
         time.sleep(POLL_SECONDS)
     if wanted == "auto" and not num_free and not is_waiting:
+        if num_needed == 1 and torch.backends.mps.is_available():  # a Mac's GPU
+            return Devices(["mps"], [])
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
     remedy = "Ask for fewer, or set device_ids=cpu, launch.share_gpus=true or launch.wait_minutes=30."

@@ -37,6 +37,10 @@ class RankContext:
         return self.devices[0]
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64  # of sums over samples; MPS has no float64
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0  # it alone prints and writes files
 

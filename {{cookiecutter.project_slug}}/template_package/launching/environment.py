@@ -3,8 +3,6 @@
 A launcher is torchrun and its like (deepspeed, accelerate launch) or SLURM's srun; otherwise run.py starts the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket
@@ -49,7 +47,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
     return "horovodrun" if environment.get("HOROVOD_SIZE", "1") != "1" else None
 
 
-def find_launcher(environment: Mapping[str, str], launch: LaunchConfig) -> Launched | None:
+def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Launched | None:
     """Find the place that a launcher gave this process, or None. ConfigError if the environment is half set."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":

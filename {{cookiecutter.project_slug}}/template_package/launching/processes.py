@@ -1,7 +1,5 @@
 """Starts the processes of ranks and watches them: the first failure ends all, and none outlives its parent."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import json
@@ -70,7 +68,7 @@ def start_fork_server() -> None:
 
 
 def run_processes(
-    work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: Store, start_method: str
+    work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: "Store", start_method: str
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
@@ -102,7 +100,7 @@ def run_processes(
     return 128 + signals[0] if signals else max(code for code in codes if code in STOPPED), None
 
 
-def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) -> None:
+def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
     """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
@@ -115,7 +113,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: Store) ->
             print(STOP_MESSAGE, file=sys.stderr)
 
 
-def _find_failure(codes: Sequence[int | None], store: Store) -> Failure | None:
+def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
     """Find the first failure, if any. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]

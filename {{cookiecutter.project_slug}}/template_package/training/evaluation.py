@@ -95,7 +95,7 @@ class Evaluator:
             weight = loss_weight_of(micro_batch, strategy.module, self._context)
             for name, value in figures.items():
                 # A mean over nothing may be 0/0; here no gradient comes of it.
-                sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.double() * weight)
+                sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         stack.close()
         strategy.evaluation_model.train()
         of_ranks = broadcast_object(gather_objects([*sums])) if num_parts == 2 else []

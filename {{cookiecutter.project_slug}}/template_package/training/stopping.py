@@ -5,8 +5,6 @@ appears there, each rank holds before its next step (or batch of an evaluation),
 on to the furthest that any has begun, which needs all ranks. launching/processes.py has the launcher's part.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os
@@ -53,7 +51,7 @@ class StopRequest:
         # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
         self._handlers = stop_signals_call(self._receive)
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()
         self._received = self._received or (signal.SIGTERM if early_requests else None)
         self._store.set(READY, "1")

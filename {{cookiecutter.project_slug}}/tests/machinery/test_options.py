@@ -234,3 +234,38 @@ def test_what_is_no_optimizer_is_refused(project: Project) -> None:
     project.edit("model.py", "def rank()", own + "def rank()")
     output = project.run(code=2)
     assert "build_optimizer() in model.py returned a NoneType: it must return a torch optimizer" in output
+
+
+NO_FLOAT64 = """
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .launching.distributed import RankContext
+
+
+class NoFloat64(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in tree_leaves(result)):
+            raise TypeError(f"the MPS framework does not support float64: {function}")
+        return result
+
+
+former_loss = compute_loss
+modes = []
+
+
+def compute_loss(model, batch):
+    if not modes:
+        modes.append(NoFloat64().__enter__())
+    return former_loss(model, batch)
+"""
+
+
+def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> None:
+    """A Mac's GPU, imitated: from the first forward pass on, an operation that results in float64 fails."""
+    project.append("model.py", NO_FLOAT64 + "RankContext.sum_dtype = torch.float32\n")
+    project.run("training.max_gradient_norm=1", "training.ema_decay=0.9", "training.global_batch_size=30")
+    assert project.json("run", "summary.json")["best"]["loss"] > 0
+    project.edit("model.py", "RankContext.sum_dtype = torch.float32", "")
+    assert "does not support float64" in project.run("name=float64", code=1)

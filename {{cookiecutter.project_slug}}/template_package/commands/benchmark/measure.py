@@ -62,7 +62,7 @@ class MeasuredTrainer(Trainer):
         """End as the trainer does, and write measured.json."""
         self._mark()
         super().finish()
-        losses = all_reduce(torch.stack(self.losses).double()) / self.context.world_size
+        losses = all_reduce(torch.stack(self.losses).to(self.context.sum_dtype)) / self.context.world_size
         (start, _, first_sample), (end, _, last_sample) = self.marks[:2]
         (former, former_wait, _), (last, last_wait, _) = self.marks[-2:]
         waiting_shares = gather_objects((last_wait - former_wait) / (last - former))
