@@ -18,6 +18,7 @@ if [[ -z ${NNODES:-} || -z $NODE_RANK || -z ${MASTER_ADDR:-} ]]; then
   exit 2
 fi
 
+echo "node $NODE_RANK of $NNODES: waiting until all nodes reach $MASTER_ADDR:${MASTER_PORT:-29500}" >&2
 # Static, because torchrun's default rendezvous (c10d) takes each node's address from its host name, often 127.0.0.1.
 exec "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" --rdzv-backend=static --nnodes="$NNODES" --node-rank="$NODE_RANK" \
   --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" "$@"

@@ -168,6 +168,9 @@ def test_devices_of_a_run_are_those_that_it_would_take(monkeypatch: pytest.Monke
     assert devices.status == "ok" and devices.detail == "GPU 1 is cuda:1"
     (devices,) = find("devices", SimulatedNvml(1.0, 1.0))
     assert devices.status == "warning" and "no GPU can be taken: computing on the CPU" in devices.detail
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    (devices,) = find("devices", None)
+    assert devices.status == "ok" and devices.detail == "mps"
 
 
 def test_device_that_fails_keeps_no_other_pair_waiting() -> None:

@@ -107,7 +107,7 @@ def main(line: CommandLine) -> int:
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
     visible = find_gpus(os.environ).visible
-    device_ids = [name if name == "cpu" else str(visible[int(name[5:])].index) for name in devices.names]
+    device_ids = [str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     script, options = Path(__file__).parents[3] / "run.py", vars(config)["benchmark"]

@@ -206,7 +206,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     launch = replace(machine.config.launch, wait_minutes=0.0)
     names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
     machine.devices, gpus = names, find_gpus(os.environ, machine.nvml)
-    told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if name != "cpu" else name for name in names]
+    told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if ":" in name else name for name in names]
     warnings = [note for note in notes if note.startswith("no GPU") or note.endswith("too")] if gpus.present else []
     yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
 
