@@ -56,7 +56,6 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`settings`, changed by the `key=value` words."""
     for position, word in enumerate(overrides):
         key, equals, text = word.partition("=")
         if not equals or not key or key[0] in "-+~":

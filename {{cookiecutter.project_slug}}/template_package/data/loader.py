@@ -36,6 +36,12 @@ from .datasets import check_dataset, numbers_of
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
+SEED: dict[str, Callable[[int], object]] = {
+    "python": random.seed,
+    "numpy": lambda seed: numpy.random.seed(seed % 2**32),
+    "torch": torch.default_generator.manual_seed,
+    "devices": torch.manual_seed,  # torch's generators of the CPU and of all GPUs
+}
 
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
 _loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
@@ -223,8 +229,8 @@ class Fetcher(Dataset[MicroBatch]):
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._epoch: int | None = None
-        self._draws_from = "nothing"  # as far as is known: "torch", or "all" generators
-        self._states: tuple[bytes, dict[str, Any]] = b"", {}  # of Python's and NumPy's generators before they are drawn
+        self._drawn: set[str] = set()  # the generators that the data set draws from, as far as is known
+        self._states: tuple[Any, dict[str, Any]] = None, {}  # of Python's and NumPy's generators before they are drawn
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
         self._has_whole_batches = hasattr(dataset, "__getitems__")
@@ -250,30 +256,28 @@ class Fetcher(Dataset[MicroBatch]):
             dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
         if type(dataset) is TensorDataset and _collate is default_collate:
             return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
-        if self._draws_from == "all":
-            with generators_restored():
-                return self._read_seeded(request, partial(seed_generators, is_cpu_only=True))
         torch_state, others = torch.get_rng_state(), python_and_numpy()
         if self._states[0] != others:
             self._states = others, get_random_states()
-        set_seed = torch.default_generator.manual_seed if self._draws_from == "torch" else None
-        batch = self._read_seeded(request, set_seed)
-        found = "nothing" if torch.equal(torch_state, torch.get_rng_state()) else "torch"
-        if python_and_numpy() != others:
-            found = "all"
+        batch = self._read_seeded(request)
+        is_torch_drawn = not torch_state.equal(torch.get_rng_state())
+        found = {name for name, memory in python_and_numpy().items() if memory != others[name]}
+        if found:
             set_random_states(self._states[1])
+        if is_torch_drawn:
+            found.add("torch")
         torch.set_rng_state(torch_state)
-        if found in ("nothing", self._draws_from):
+        if found <= self._drawn:
             return batch
-        self._draws_from = found
+        self._drawn |= found
         return self._read(request)
 
-    def _read_seeded(self, request: Request, set_seed: Callable[[int], object] | None) -> Any:
+    def _read_seeded(self, request: Request) -> Any:
         dataset: Any = self._dataset
 
         def seed(number: int) -> None:
-            if set_seed is not None:
-                set_seed(derive_seed(self._seed, request.epoch, number))
+            if self._drawn:
+                seed_generators(derive_seed(self._seed, request.epoch, number), self._drawn)
 
         if self._has_whole_batches:
             seed(-3 - request.draws[0])
@@ -375,12 +379,10 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
     return torch.full((), weight, dtype=context.sum_dtype, device=context.device)  # a copy from the host would wait
 
 
-def seed_generators(seed: int, *, is_cpu_only: bool = False) -> None:
-    """Seed Python, NumPy and torch; the CUDA devices too, unless is_cpu_only."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    seed_torch = torch.default_generator.manual_seed if is_cpu_only else torch.manual_seed
-    seed_torch(seed)
+def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "numpy")) -> None:
+    """Seed the generators of these names in SEED."""
+    for name in names:
+        SEED[name](seed)
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
@@ -411,11 +413,11 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def python_and_numpy() -> bytes:
+def python_and_numpy() -> dict[str, bytes]:
     """The memory of Python's and NumPy's generators, which every draw changes. Their states take 30 times as long."""
     python = id(vars(random)["_inst"]) + object.__basicsize__  # CPython's own struct: the position, then 624 words
     numpys = cast(Any, numpy.random).get_bit_generator().ctypes.state_address  # 624 words, then the position
-    return ctypes.string_at(python, 4 * 625) + ctypes.string_at(numpys, 4 * 625)
+    return {"python": ctypes.string_at(python, 4 * 625), "numpy": ctypes.string_at(numpys, 4 * 625)}
 
 
 @contextmanager

@@ -195,4 +195,4 @@ class PartFetcher(Fetcher):
         self._place = self._place | {"is_over": True}
 
     def _seed_generators(self, epoch: int, number: int) -> None:
-        loader.seed_generators(loader.derive_seed(self._seed, epoch, number), is_cpu_only=True)
+        loader.seed_generators(loader.derive_seed(self._seed, epoch, number), ("python", "numpy", "torch"))

@@ -79,7 +79,6 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
 
 
 def serve_local_store() -> dist.TCPStore:
-    """Open a store for the processes of one machine, on a free port."""
     # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
