@@ -132,7 +132,7 @@ class EvaluationConfig:
     mode: Literal["max", "min"] = "max"  # which values of it are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
     checkpoint: Text = "best"  # for evaluate and predict: best, last or a path
-    split: Literal["validation", "test"] = "validation"  # for evaluate
+    split: Literal["train", "validation", "test"] = "validation"  # for evaluate
 
 
 @dataclass
@@ -319,11 +319,13 @@ def _unknown_key(key: str, value: Any) -> str:
     while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
         (name, value), *_ = value.items()
         key = f"{key}.{name}"
-    known = [known for known, _ in all_keys()]
+    keys = [key for key, _ in all_keys()]
+    sections = {key.rpartition(".")[0] for key in keys}
+    known = [key for key in keys if (key in sections) == isinstance(value, dict)]
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
-    alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1)  # epoch=3
+    alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.7)  # epoch=3
     close = close or [other for other in known if other.rpartition(".")[2] in alike]
     meant = f"{close[0]}{typed}" if close else None
     meant = meant if same else our_word(key, one_line(value)) or meant

@@ -46,6 +46,8 @@ class Trainer:
         self.progress = Progress(self.loader.num_samples, training.global_batch_size)
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, training.max_steps or all_steps)
+        if training.max_steps and all_steps < training.max_steps:
+            logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
         self.finite = FiniteCheck(context)

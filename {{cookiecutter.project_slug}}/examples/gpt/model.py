@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -147,7 +146,7 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
 
 def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """The column that `run.py predict` writes, by name."""
-    return {"continuation": numpy.array(generate(model, *batch), dtype=object)}
+    return {"continuation": generate(model, *batch)}
 
 
 def on_evaluation_end(model: nn.Module, log: Any) -> None:

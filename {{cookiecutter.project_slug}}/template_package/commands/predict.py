@@ -72,7 +72,7 @@ def _predict_part(
         beat()
         with strategy.autocast():
             columns = _model.predict(strategy.evaluation_model, batch)
-        lists = [column.tolist() for column in columns.values()]
+        lists = [column.tolist() if hasattr(column, "tolist") else column for column in columns.values()]
         for index, *values in zip(request.indices, *lists, strict=True):
             if request.num_samples:
                 row = dict(zip(columns, values, strict=True))

@@ -20,7 +20,6 @@ def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], 
 
 
 def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLoader:
-    """The loader of a training set, which has an index or is a stream."""
     training, steps, kind = config.training, config.checkpoint.every_steps, TrainLoader
     if is_stream(dataset):
         from .stream import StreamLoader  # here, since most runs do without

@@ -173,8 +173,7 @@ class TrainLoader:
         return next(self._reader.read([chosen]))
 
     def close(self) -> None:
-        """End the worker processes."""
-        del self._batches, self._reader
+        del self._batches, self._reader  # which ends the worker processes
 
     def _next_batches(self) -> Iterator[MicroBatch]:
         asked_at = time.perf_counter()

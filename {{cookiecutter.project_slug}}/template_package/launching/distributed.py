@@ -140,5 +140,4 @@ def pack(state: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """Read the values that pack() was given, with tensors on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

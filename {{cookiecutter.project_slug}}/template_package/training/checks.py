@@ -123,7 +123,6 @@ class MemoryLimit:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether the error means that GPU or CPU memory ran out."""
     words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 

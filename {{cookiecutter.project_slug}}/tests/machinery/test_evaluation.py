@@ -35,6 +35,7 @@ def test_evaluation_matches_a_plain_loop(project: Project) -> None:
     unknown = project.run("evaluate", "name=unknown", code=2)
     assert "checkpoints/step_00000021.pt (step 21), test split (11 samples): loss " in printed
     assert project.json("run", "evaluation.json")["split"] == "test"
+    assert "train split (103 samples): loss " in project.run("evaluate", "evaluation.split=train")
     assert "there is no runs/unknown; there are run. Train first" in unknown
     assert not project.directory("unknown").exists()
     model = workload_model.build_model(workload_model.ModelConfig())

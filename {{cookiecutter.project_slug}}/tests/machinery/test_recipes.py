@@ -7,8 +7,15 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
+import torch
+from torch.utils.data import Dataset
+
+from template_package.data.loader import Fetcher, Request
 
 from conftest import PACKAGE, ROOT, Project, clean_environment
 
@@ -18,6 +25,7 @@ BLOCKS = {
     for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
     if (match := re.match(r"(?P<title>.*)\n(?:.*\n)*?```python\n(?P<code>(?:.*\n)*?)```", section))
 }
+NOTEBOOK, CROPS = "Work in a notebook", "Draw random crops from a token file"
 WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
 
@@ -37,10 +45,10 @@ def add(project: Project, title: str) -> None:
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 14
+    assert len(BLOCKS) == 15
 
 
-@pytest.mark.parametrize("title", [title for title in BLOCKS if title != "Work in a notebook"])
+@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS)])
 def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     if "torchvision" in BLOCKS[title] and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
@@ -71,7 +79,24 @@ def test_recipe_gives_the_same_on_one_and_two_ranks(image_project: Project, titl
 
 
 def test_notebook_recipe_trains(image_project: Project) -> None:
-    code = BLOCKS["Work in a notebook"] + "assert exit_code == 0\n"
+    code = BLOCKS[NOTEBOOK] + "assert exit_code == 0\n"
     words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
     assert image_project.json("notebook", "summary.json")["steps"] == 4
+
+
+def test_crops_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
+    numpy.arange(1000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")
+    names: dict[str, Any] = {"numpy": numpy, "torch": torch, "Dataset": Dataset, "Batch": lambda *parts: parts}
+    exec(BLOCKS[CROPS], names)
+    crops = names["Crops"](str(tmp_path / "train.bin"), 8)
+
+    def starts(*pieces: list[int]) -> list[int]:
+        fetcher = Fetcher(crops, seed=1)
+        batches = [fetcher[Request(0, piece, piece, len(piece), 1.0, is_last=True)].batch for piece in pieces]
+        for inputs, targets in batches:
+            assert torch.equal(inputs + 1, targets) and inputs.shape[1] == 8
+        return [int(row[0]) for inputs, _ in batches for row in inputs]
+
+    assert starts([5, 3, 900, 7]) == starts([5], [3, 900], [7])
+    assert len(set(starts([*range(100)]))) > 80  # with replacement

@@ -38,7 +38,9 @@ def test_two_runs_started_together_both_train(project: Project) -> None:
 def test_complete_run_names_the_key_that_ended_it(project: Project) -> None:
     project.run()
     assert "To train on, raise training.epochs" in project.run()
-    project.run("name=steps", "training.max_steps=9")
+    assert "before training.max_steps" not in project.run("name=steps", "training.max_steps=9")
+    told = project.run("name=epochs", "training.max_steps=9", "training.epochs=1")
+    assert "training.epochs=1 ends at step 7, before training.max_steps" in told
     assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=9")
     words = ("name=early", "training.early_stopping_epochs=1", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
     project.run(*words)
