@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -265,7 +266,9 @@ def compute_loss(model, batch):
 def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> None:
     """A Mac's GPU, imitated: from the first forward pass on, an operation that results in float64 fails."""
     project.append("model.py", NO_FLOAT64 + "RankContext.sum_dtype = torch.float32\n")
-    project.run("training.max_gradient_norm=1", "training.ema_decay=0.9", "training.global_batch_size=30")
+    own_process = [sys.executable]  # the mode would stay in the session's
+    words = ("training.max_gradient_norm=1", "training.ema_decay=0.9", "training.global_batch_size=30")
+    project.run(*words, command=own_process)
     assert project.json("run", "summary.json")["best"]["loss"] > 0
     project.edit("model.py", "RankContext.sum_dtype = torch.float32", "")
-    assert "does not support float64" in project.run("name=float64", code=1)
+    assert "does not support float64" in project.run("name=float64", code=1, command=own_process)
