@@ -29,8 +29,8 @@ GROUPS = {
     "stop signals": "SIGTERM|SIGUSR1",
     "disks full, gone, slow or read-only": "^disk",
     "checkpoints cut, flipped, foreign": "^checkpoint",
-    "configs and answers mutated": "^config|^answers",
-    "bad data and ranks that differ": "^item|^text example|^ranks that|^memory",
+    "configs and answers mutated, a run started twice": "^config|^answers|^two runs",
+    "bad data, ranks that differ, memory": "^item|^text example|^ranks that|^memory|^evaluation",
 }
 """A bar of the chart of faults: a pattern of the rows in docs/reliability.md that it adds up."""
 
