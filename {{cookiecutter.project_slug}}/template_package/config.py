@@ -321,7 +321,7 @@ def _unknown_key(key: str, value: Any) -> str:
         key = f"{key}.{name}"
     keys = [key for key, _ in all_keys()]
     sections = {key.rpartition(".")[0] for key in keys}
-    known = [key for key in keys if (key in sections) == isinstance(value, dict)]
+    known = keys if value is None else [key for key in keys if (key in sections) == isinstance(value, dict)]
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
     typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)

@@ -204,7 +204,7 @@ def test_data_that_cannot_be_shared_out_are_refused() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    with pytest.raises(ConfigError, match="only that of training may be a stream"):
+    with pytest.raises(ConfigError, match="can be trained on, not evaluated"):
         evaluated(Endless(), 0, 1, 4)
     empty: Subset[Any] = Subset(Squares(), [])
     with pytest.raises(ConfigError, match="validation data set is empty"):
@@ -281,6 +281,24 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
         loader.close()
         assert (random.getstate()[1], str(numpy.random.get_state())) == before
     assert len(seen) == 1 and next(iter(seen))[20 * 5 + 2] > 0
+
+
+def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
+    """One normal number a step: each generator keeps the second of two."""
+
+    def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:
+        random.seed(1)
+        numpy.random.seed(1)
+        loader = train_loader(Rare(), workers=0, size=1, micro=1)
+        loader.start(0, 0)
+        drawn = []
+        for _ in range(60):
+            if reads:
+                list(loader.next_step(nn.Identity()))
+            drawn.append((random.gauss(0, 1), float(numpy.random.randn())))
+        return drawn
+
+    assert draw_each_step(reads=True) == draw_each_step(reads=False)
 
 
 def test_tensors_are_read_at_once_through_a_subset_with_any_indices() -> None:

@@ -35,7 +35,7 @@ def is_stream(dataset: Dataset[Any]) -> bool:
 def check_dataset(dataset: Dataset[Any], name: str) -> int:
     """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
     if is_stream(dataset) or not isinstance(dataset, Sized):
-        rule = "only that of training may be a stream (an IterableDataset). Return a list of its first items, say"
+        rule = "a stream (an IterableDataset) can be trained on, not evaluated. Return a list of its first items, say"
         raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
     lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
     if min(lengths) != max(lengths):

@@ -259,12 +259,10 @@ class Fetcher(Dataset[MicroBatch]):
         if self._states[0] != others:
             self._states = others, get_random_states()
         batch = self._read_seeded(request)
-        is_torch_drawn = not torch_state.equal(torch.get_rng_state())
-        found = {name for name, memory in python_and_numpy().items() if memory != others[name]}
-        if found:
+        found = set[str]() if torch_state.equal(torch.get_rng_state()) else {"torch"}
+        found |= {name for name, memory in python_and_numpy().items() if memory != others[name]}
+        if found - {"torch"}:
             set_random_states(self._states[1])
-        if is_torch_drawn:
-            found.add("torch")
         torch.set_rng_state(torch_state)
         if found <= self._drawn:
             return batch
@@ -412,11 +410,12 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def python_and_numpy() -> dict[str, bytes]:
+def python_and_numpy() -> dict[str, Any]:
     """The memory of Python's and NumPy's generators, which every draw changes. Their states take 30 times as long."""
-    python = id(vars(random)["_inst"]) + object.__basicsize__  # CPython's own struct: the position, then 624 words
-    numpys = cast(Any, numpy.random).get_bit_generator().ctypes.state_address  # 624 words, then the position
-    return {"python": ctypes.string_at(python, 4 * 625), "numpy": ctypes.string_at(numpys, 4 * 625)}
+    python, numpys, start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
+    words = ctypes.string_at(numpys._bit_generator.ctypes.state_address, 4 * 625)  # 624 and the position
+    kept = ctypes.string_at(id(numpys) + start, type(numpys).__basicsize__ - start)  # the second of two normal numbers
+    return {"python": (ctypes.string_at(id(python) + start, 4 * 625), python.gauss_next), "numpy": (words, kept)}
 
 
 @contextmanager

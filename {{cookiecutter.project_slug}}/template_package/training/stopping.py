@@ -1,8 +1,8 @@
 """Ends a run in order: all ranks stop after the same step when one is asked to, and a run that hangs is ended.
 
-A thread of each rank watches the store that all share, so a step only compares two integers. When a request to stop
-appears there, each rank holds before its next step (or batch of an evaluation), reports how many it has begun, and goes
-on to the furthest that any has begun, which needs all ranks. launching/processes.py has the launcher's part.
+With several ranks, a thread of each watches the store that all share, so a step only compares two integers. When a
+request to stop appears there, each rank holds before its next step (or batch of an evaluation), reports how many it has
+begun, and goes on to the furthest that any has begun, which needs all. launching/processes.py has the launcher's part.
 """
 
 import faulthandler
