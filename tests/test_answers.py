@@ -40,7 +40,7 @@ ACCEPTED = {
     "project_name": ["x", "O'Neil's \"best\" \\ work", "日本語 실험 😀 👩‍🔬", "a: b # c", "[1, 2]", "<b>&amp;</b>"],
     "project_slug": ["a", "ab", "a-b_c", "net2", "a" * 64],
     "package_name": ["a", "ab", "net_2", "a" * 40, "match"],
-    "device_ids": ["auto", "auto:2", "0", "0,2", "0, 2", "[0, 2]", "[0]", "cpu", "cpu,cpu", "[cpu, cpu]"],
+    "device_ids": ["auto", "auto:2", "0", "0,2", "0, 2", "[0, 2]", "[0]", "cpu", "cpu,cpu", "[cpu, cpu]", "mps"],
 }
 
 

@@ -411,7 +411,7 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
 
 
 def python_and_numpy() -> dict[str, Any]:
-    """The memory of Python's and NumPy's generators, which every draw changes. Their states take 30 times as long."""
+    """The memory of Python's and NumPy's generators, CPython's own structs. Every draw changes it; states are slow."""
     python, numpys, start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
     words = ctypes.string_at(numpys._bit_generator.ctypes.state_address, 4 * 625)  # 624 and the position
     kept = ctypes.string_at(id(numpys) + start, type(numpys).__basicsize__ - start)  # the second of two normal numbers
