@@ -241,11 +241,11 @@ def test_time_out_ends_real_training(template: Path, tmp_path: Path, mark: str) 
 
 BROKEN_RESUME = """
 
-_read_state = read_state
+_find_run = find_run
 
 
-def read_state(*arguments, **options):
-    found = _read_state(*arguments, **options)
+def find_run(*arguments, **options):
+    found = _find_run(*arguments, **options)
     {line}
     return found
 """

@@ -327,7 +327,7 @@ def _unknown_key(key: str, value: Any) -> str:
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
     alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.7)  # epoch=3
     close = close or [other for other in known if other.rpartition(".")[2] in alike]
-    meant = f"{close[0]}{typed}" if close else None
+    meant = f"{close[0]}{typed * (close[0] not in sections)}" if close else None  # an empty section has no value
     meant = meant if same else our_word(key, one_line(value)) or meant
     remedy = f"Did you mean {meant}?" if meant else "config.yaml shows all keys."
     return f"{one_line(key)}{typed}: there is no such key. {remedy}"

@@ -20,10 +20,10 @@ from .data import build_datasets, create_loader
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import CheckpointFolder, collect_state, load_initial_weights, read_on_main, read_state, resume
+from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_initial_weights, load_run, read_on_main
 from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
-from .training.hooks import begin_epochs, call_after_step, call_on_evaluation_end, figures_of, warn_of_close_names
+from .training.hooks import call_after_step, call_on_epoch_begin, call_on_evaluation_end, figures_of, tell_of_names
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
@@ -56,12 +56,12 @@ class Trainer:
             model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
-        begin_epochs(model, range(1))
+        call_on_epoch_begin(model, range(1))
         self.num_epochs_begun = 1  # for which on_epoch_begin() of model.py was called in this process
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model.train(), partial(choose_optimizer, config=config.optimizer))
         self.average = WeightAverage(self.strategy, training.ema_decay) if training.ema_decay else None
-        warn_of_close_names(train_data, validation_data)
+        tell_of_names(train_data, validation_data)
 
     @property
     def is_complete(self) -> bool:
@@ -96,8 +96,8 @@ class Trainer:
                     if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
                         self.loader.start(self.progress.epoch, 0)
-                    means, gradient_norm = self.train_step()
-                self.after_step(means, gradient_norm)
+                    sums, gradient_norm = self.train_step()
+                self.complete_step(sums, gradient_norm)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
                 self.tracking.advance(self.progress.step)
@@ -135,7 +135,7 @@ class Trainer:
         peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, progress.step + 1, self.total_steps, progress.num_drops)
         set_learning_rate(strategy.optimizer, rate, peak)
-        means: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
@@ -144,17 +144,17 @@ class Trainer:
             figures = figures_of(loss, outputs, batch) if self.is_next_logged else {"loss": loss.detach()}
             for name, value in figures.items():
                 part = weighted(value, weight)
-                means[name] = means[name] + part if name in means else part
-        return means, strategy.optimizer_step(config.training.max_gradient_norm)
+                sums[name] = sums[name] + part if name in sums else part
+        return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
-    def after_step(self, means: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
+    def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Count the step, then check, log and save where that is due."""
         config, progress = self.config, self.progress
         num_samples = progress.count_step()
         if self.average is not None:
             self.average.update()
-        self.finite.note(means["loss"], progress.step)
-        self.epoch_loss += means["loss"].to(self.epoch_loss.dtype) * num_samples
+        self.finite.note(sums["loss"], progress.step)
+        self.epoch_loss += sums["loss"].to(self.epoch_loss.dtype) * num_samples
         self.epoch_samples += num_samples
         if self.profiler is not None:
             self.profiler.step()
@@ -162,7 +162,7 @@ class Trainer:
         if self.clock.end_first_step() or (every and progress.step % every == 0):
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
         if self.is_next_logged:  # decided before the step, since train_step() needs it
-            self.log(means, gradient_norm)
+            self.log(sums, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
         is_last = progress.step == self.total_steps
         self.is_next_logged = progress.is_next_logged(config.logging.every_steps)
@@ -170,15 +170,15 @@ class Trainer:
         if progress.is_due(config.checkpoint) or is_last:
             self.save()  # before the evaluation, which the next start repeats if it fails
 
-    def log(self, means: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
+    def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
         self.finite.raise_if_found()
         progress = self.progress
-        parts = torch.stack([self.epoch_loss / self.epoch_samples, *means.values()])  # in the widest dtype of these
+        parts = torch.stack([self.epoch_loss / self.epoch_samples, *sums.values()])  # in the widest dtype of these
         epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
         record: dict[str, Any] = {
             **progress.line("train"),
-            **dict(zip(means, values, strict=True)),
+            **dict(zip(sums, values, strict=True)),
             "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
             "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
         }
@@ -219,12 +219,14 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
-        found = read_on_main(lambda: read_state(self.config, self.checkpoints, self.context.attempt))
-        if found is not None:  # the epoch of the last step
+        found = read_on_main(lambda: find_run(self.config, self.checkpoints, self.context.attempt))
+        if found is not None:
+            # The epoch of the last step, counted from 0.
             self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
-        resume(found, self.strategy, self.progress, self.config, self.average)
+        load_run(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not found.is_other_run:
             states = found.state["random_states"]
+            # A stream refuses the place of a run on another number of ranks.
             self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
@@ -236,7 +238,7 @@ class Trainer:
         """Call on_epoch_begin() once for each epoch up to this one. True if that changed which parameters train."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
-        is_changed = bool(epochs) and begin_epochs(self.strategy.module, epochs)
+        is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
         if is_changed:
             self.strategy.rebuild()
         return is_changed

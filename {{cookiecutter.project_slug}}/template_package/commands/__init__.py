@@ -32,7 +32,7 @@ TOOLS = ("doctor", "benchmark", "sweep", "report")
 
 @dataclass
 class CommandLine:
-    """The words after run.py, sorted. rest: those that only the command understands (predict's input, --json)."""
+    """The words after run.py, by kind. rest: those that only the command understands (predict's input, --json)."""
 
     config_path: Path
     command: str = "train"

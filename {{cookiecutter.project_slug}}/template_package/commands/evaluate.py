@@ -64,7 +64,7 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     check_same(state["config"], to_dict(config), ("model",), name, remedy)
     config = settle_precision(config, context)
     data = build()
-    check_same(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)
+    check_same(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)  # build() may have set it
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
     check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)

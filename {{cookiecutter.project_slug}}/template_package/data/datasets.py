@@ -13,7 +13,7 @@ from ..launching.distributed import broadcast_object, gather_objects
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """The data set's attribute `name`, one number a sample, as float64; None if it has none."""
+    """The data set's attribute of that name: one number a sample, as float64; or None."""
     if getattr(dataset, name, None) is None:
         return None
     numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")

@@ -113,6 +113,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
+    # An index that weights have drawn again is num_samples larger.
     batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
     shuffled = torch.randperm(len(whole) // size, generator=generator)

@@ -40,7 +40,6 @@ BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when 
 HANG = "hang/found"  # set by the first rank that finds a hang
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-
 early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
 
 
@@ -97,7 +96,7 @@ def run_processes(
         return failure.exit_code, failure
     if all(code == DONE for code in codes):
         return 0, None  # a request to stop came too late
-    return 128 + signals[0] if signals else max(code for code in codes if code in STOPPED), None
+    return (128 + signals[0] if signals else max(code for code in codes if code in STOPPED)), None
 
 
 def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
@@ -199,7 +198,7 @@ def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)
 
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, _main()
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -23,7 +23,7 @@ NOT_LOADED = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` as fp32, bf16 or fp16: bf16 where the GPU computes it itself, fp16 on older ones, fp32 on CPU."""
+    """The precision, with `auto` resolved: bf16 on GPUs from Ampere on, fp16 on older ones, fp32 elsewhere."""
     if precision != "auto" or device.type != "cuda":
         return precision.replace("auto", "fp32")
     return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"  # 8: Ampere

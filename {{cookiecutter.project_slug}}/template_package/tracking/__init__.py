@@ -36,7 +36,7 @@ _console: TextIO | None = None
 
 @dataclass(frozen=True)
 class MediaLog:
-    """The `log` of functions in model.py. Rank 0 writes, other ranks do nothing; a failure is a warning."""
+    """The argument `log` of functions in model.py. Only rank 0 writes; a failure is a warning."""
 
     step: int
     folder: Path | None  # None on the other ranks

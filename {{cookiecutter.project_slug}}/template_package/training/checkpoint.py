@@ -126,7 +126,7 @@ def read_on_main(read: Callable[[], Found | None]) -> Found | None:
     return kept[0] if kept else Found(*received) if received else None
 
 
-def read_state(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Found | None:
+def find_run(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Found | None:
     """The state to continue from, or None for a new run."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # it was about files from before the first start
@@ -170,7 +170,7 @@ def check_same(
         logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
 
 
-def resume(
+def load_run(
     found: Found | None, strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
     """Load weights, optimizer, counts and random states; ConfigError if they are another model's, or of other data."""

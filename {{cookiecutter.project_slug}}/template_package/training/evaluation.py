@@ -68,8 +68,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
 
-        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. num_parts: evaluate
-        only the first micro-batch, cut in so many parts; with 2, only its loss.
+        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. num_parts: rehearse on
+        the first micro-batch, cut in so many parts; 2 gives the loss alone.
         """
         strategy.synchronize_buffers()
         strategy.evaluation_model.eval()
@@ -84,7 +84,7 @@ class Evaluator:
                 raise Interrupted
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
-            figures = {"": torch.ones_like(loss), **figures_of(loss, outputs, batch)}
+            figures = {"": torch.ones_like(loss), **figures_of(loss, outputs, batch)}  # "": to add up the weights
             if has_metrics and evaluate_batch is not None and not sums:
                 stack.enter_context(strategy.gathered())  # on all ranks, after their first forward pass
             if has_metrics and request.num_samples:
@@ -134,7 +134,7 @@ class Evaluator:
             return None
         stem = directory / "reports" / f"{self._split}_{checkpoint}"
         title = f"{self._split}, checkpoint {checkpoint} (step {step})"
-        write_report(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
+        write_class_scores(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
         return stem
 
     def _compute_over_ranks(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def class_scores(matrix: list[list[int]], label_names: Sequence[str]) -> list[di
     ]
 
 
-def write_report(stem: Path, title: str, matrix: list[list[int]], label_names: Sequence[str]) -> None:
+def write_class_scores(stem: Path, title: str, matrix: list[list[int]], label_names: Sequence[str]) -> None:
     """Write <stem>.json, and .txt for people. The page of `run.py report` draws the matrix."""
     rows = class_scores(matrix, label_names)
     stem.parent.mkdir(exist_ok=True)

@@ -42,7 +42,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
     return figures
 
 
-def begin_epochs(model: nn.Module, epochs: range) -> bool:
+def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
     """Call on_epoch_begin(model, epoch) of model.py for each of these epochs; whether it changed what is trained."""
     on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
     former = [parameter.requires_grad for parameter in model.parameters()]
@@ -72,8 +72,10 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
         strategy.module.train()
 
 
-def warn_of_close_names(*datasets: Any) -> None:
-    """Name the functions of model.py and dataset.py, and the attributes of data sets, that seem misspelt."""
+def tell_of_names(*datasets: Any) -> None:
+    """Log the names of model.py, dataset.py and data sets that seem misspelt, and one that replaces a section."""
+    if hasattr(user_model, "learning_rate"):
+        logger.info("learning_rate() of model.py takes the place of the section schedule")
     places = (user_model, user_data, *datasets)
     for name in dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ())):
         close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)

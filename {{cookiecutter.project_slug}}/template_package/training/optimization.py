@@ -81,7 +81,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights of one step more. The first ones are the average."""
         if self.is_begun:
-            self._average_fn(self._average, self._weights, 0)
+            self._average_fn(self._average, self._weights, 0)  # 0: of no use to an exponential average
         else:
             torch._foreach_copy_(self._average, self._weights)
         self.is_begun = True

@@ -15,8 +15,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     Linear warm-up reaches `peak` at step `warmup_steps`. The decay begins at the next step, which still has the peak,
     and would reach the floor one step after the last, as torch's schedulers do.
     """
-    if (of_user := getattr(user_model, "learning_rate", None)) is not None:
-        return peak * float(of_user(step, total_steps))
+    if (factor := getattr(user_model, "learning_rate", None)) is not None:
+        return peak * float(factor(step, total_steps))
     warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
     if config.name == "one_cycle":
         return _one_cycle(peak, step - 1, (warmup or 0.3 * total_steps) - 1, total_steps - 1)
@@ -47,10 +47,7 @@ def _one_cycle(peak: float, index: int, peak_index: float, last_index: int) -> f
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set every group's rate: `value`, times the ratio of the group's own initial rate to `peak` (the config's).
-
-    So the groups of a user's build_optimizer() may have different rates, and each follows the schedule.
-    """
+    """Set every group's rate: `value`, times the ratio of the group's own initial rate to `peak` (the config's)."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

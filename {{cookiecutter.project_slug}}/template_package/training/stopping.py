@@ -48,7 +48,7 @@ class StopRequest:
         self._decided, self._closed = threading.Event(), threading.Event()
         # A connection of its own: a thread that waits for an answer would hold up the other.
         self._store = context.store.clone()
-        # Ranks started here ignore Ctrl-C and a lost terminal, which reach the whole group: their parent decides.
+        # Ranks that processes.py starts ignore Ctrl-C and a lost terminal, which reach the whole group.
         self._handlers = stop_signals_call(self._receive)
 
     def __enter__(self) -> "StopRequest":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from template_package.training.evaluation import class_scores, write_report
+from template_package.training.evaluation import class_scores, write_class_scores
 
 MATRIX = [[5, 1, 0, 2], [2, 7, 1, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
 NAMES = ["天气", "food", "très long", "ラーメン"]
@@ -42,7 +42,7 @@ def test_classes_without_a_name_have_their_number_and_names_too_many_are_left_ou
 
 def test_files_hold_the_report(tmp_path: Path) -> None:
     stem = tmp_path / "reports" / "validation_my.v2"
-    write_report(stem, "a title", MATRIX, NAMES)
+    write_class_scores(stem, "a title", MATRIX, NAMES)
     content = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
     assert content == {"title": "a title", "classes": class_scores(MATRIX, NAMES), "confusion_matrix": MATRIX}
     lines = Path(f"{stem}.txt").read_text(encoding="utf-8").splitlines()
