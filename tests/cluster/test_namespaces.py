@@ -66,6 +66,11 @@ def test_two_hosts_train_as_one_process_does(
     assert not image_hosts[1].lines("run", "train"), "only node 0 writes"
 
 
+def test_fsdp_shards_the_weights_across_both_hosts(image_hosts: list[Host], image_losses: list[float]) -> None:
+    all_end(start_run_py(image_hosts, *SAME, "strategy=fsdp", devices=("cpu", "cpu,cpu")))
+    image_hosts[0].has_trained("run", 3, image_losses)
+
+
 def test_name_that_is_a_loopback_address_on_its_own_host(
     slow_hosts: list[Host], slow_losses: list[float], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_initial_weights, load_run, read_on_main
-from .training.checks import FiniteCheck, MemoryLimit, check_replicas, rehearse, rehearse_last
+from .training.checks import MemoryLimit, StepLosses, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_on_epoch_begin, call_on_evaluation_end, figures_of, tell_of_names
 from .training.optimization import WeightAverage, choose_optimizer
@@ -50,8 +50,7 @@ class Trainer:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
-        self.finite = FiniteCheck(context)
-        self.epoch_loss, self.epoch_samples = torch.zeros((), dtype=context.sum_dtype, device=context.device), 0
+        self.losses = StepLosses(context)
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
@@ -153,9 +152,7 @@ class Trainer:
         num_samples = progress.count_step()
         if self.average is not None:
             self.average.update()
-        self.finite.note(sums["loss"], progress.step)
-        self.epoch_loss += sums["loss"].to(self.epoch_loss.dtype) * num_samples
-        self.epoch_samples += num_samples
+        self.losses.new.append((sums["loss"], num_samples, progress.step))
         if self.profiler is not None:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
@@ -163,7 +160,7 @@ class Trainer:
             check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
         if self.is_next_logged:  # decided before the step, since train_step() needs it
             self.log(sums, gradient_norm)
-        call_after_step(self.strategy, progress.step, self.tracking.log(progress.step))
+        call_after_step(self.strategy, progress.step, self.tracking)
         is_last = progress.step == self.total_steps
         self.is_next_logged = progress.is_next_logged(config.logging.every_steps)
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
@@ -172,9 +169,10 @@ class Trainer:
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
-        self.finite.raise_if_found()
+        self.losses.raise_if_found()
         progress = self.progress
-        parts = torch.stack([self.epoch_loss / self.epoch_samples, *sums.values()])  # in the widest dtype of these
+        epoch_mean = self.losses.epoch_mean(is_end=progress.is_epoch_end)
+        parts = torch.stack([epoch_mean, *sums.values()])  # in the widest dtype of these
         epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
         record: dict[str, Any] = {
             **progress.line("train"),
@@ -185,15 +183,12 @@ class Trainer:
         if gradient_norm is not None:
             record["gradient_norm"] = gradient_norm.item()
         self.tracking.record(record, epoch_loss if progress.is_epoch_end else None)
-        if progress.is_epoch_end:
-            self.epoch_loss.zero_()
-            self.epoch_samples = 0
 
     def evaluate(self, stop: StopRequest) -> None:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            self.finite.raise_if_found()
+            self.losses.raise_if_found()
             with self.average.in_place() if self.average is not None else nullcontext():
                 values = self.evaluator.run(self.strategy, stop.allows)
                 call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
@@ -208,7 +203,7 @@ class Trainer:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
             progress = self.progress
-            self.finite.raise_if_found(self.strategy.local_weights(), progress.step)
+            self.losses.raise_if_found(self.strategy.local_weights(), progress.step)
             state = collect_state(self.strategy, progress, self.config, self.average, self.loader.place)
             beat()  # the disk has the whole of launch.timeout_minutes
             if state is not None:  # rank 0
@@ -220,8 +215,7 @@ class Trainer:
     def resume(self) -> None:
         """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
         found = read_on_main(lambda: find_run(self.config, self.checkpoints, self.context.attempt))
-        if found is not None:
-            # The epoch of the last step, counted from 0.
+        if found is not None:  # the epoch of the last step, counted from 0
             self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
         load_run(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not found.is_other_run:

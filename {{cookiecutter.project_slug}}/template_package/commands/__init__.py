@@ -24,9 +24,7 @@ USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
 Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
   python run.py device_ids=0,2 training.epochs=3 name=first
   python run.py evaluate evaluation.split=test
-  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes
-  python run.py sweep FILE                      many runs, which the file describes
-  python run.py report NAME                     curves and scores of a run or sweep, as one page"""
+  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes"""
 TOOLS = ("doctor", "benchmark", "sweep", "report")
 
 

@@ -186,13 +186,11 @@ class PartFetcher(Fetcher):
                 words = "found the place in the stream in %.1f seconds, by reading all that comes before it"
                 logger.info(words, time.perf_counter() - started_at)
             # The first item alike in all parts: __iter__ begins with it, and may shuffle the files.
-            self._seed_generators(epoch, index * num_parts + part if self._is_sharded and index else index)
+            number = index * num_parts + part if self._is_sharded and index else index
+            loader.seed_generators(loader.derive_seed(self._seed, epoch, number), ("python", "numpy", "torch"))
             if (item := next(items, self)) is self:
                 break
             if index >= num_former and (self._is_sharded or index % num_parts == part):
                 self._place = self._place | {"num_read": index + 1}
                 yield item
         self._place = self._place | {"is_over": True}
-
-    def _seed_generators(self, epoch: int, number: int) -> None:
-        loader.seed_generators(loader.derive_seed(self._seed, epoch, number), ("python", "numpy", "torch"))

@@ -52,11 +52,11 @@ def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
 
 
 @torch.no_grad()
-def call_after_step(strategy: Strategy, step: int, log: Any) -> None:
+def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) of model.py. What it draws at random does not shift the run."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
         with generators_restored(*strategy.context.devices), strategy.autocast():
-            after_step(strategy.evaluation_model, step, log)
+            after_step(strategy.evaluation_model, step, tracking.log(step))
 
 
 @torch.no_grad()
