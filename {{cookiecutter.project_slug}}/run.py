@@ -41,11 +41,11 @@ def main(arguments: list[str]) -> int:
         print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
         sys.exit(2)
     try:
-        from template_package.commands import parse_command_line, run_command
+        from template_package.commands import parse_command_line
 
         line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
         if line.command != "train":
-            return run_command(line)
+            return line.run()
         config = line.load_config()
         from template_package.launching.launcher import find_node, launch
 

@@ -50,7 +50,7 @@ class Trainer:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
-        self.losses = StepLosses(context)
+        self.step_losses = StepLosses(context)
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model)
         if config.checkpoint.initial_weights is not None:
@@ -152,7 +152,7 @@ class Trainer:
         num_samples = progress.count_step()
         if self.average is not None:
             self.average.update()
-        self.losses.new.append((sums["loss"], num_samples, progress.step))
+        self.step_losses.new.append((sums["loss"], num_samples, progress.step))
         if self.profiler is not None:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
@@ -169,9 +169,9 @@ class Trainer:
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
-        self.losses.raise_if_found()
+        self.step_losses.check()
         progress = self.progress
-        epoch_mean = self.losses.epoch_mean(is_end=progress.is_epoch_end)
+        epoch_mean = self.step_losses.epoch_mean(is_end=progress.is_epoch_end)
         parts = torch.stack([epoch_mean, *sums.values()])  # in the widest dtype of these
         epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
         record: dict[str, Any] = {
@@ -188,7 +188,7 @@ class Trainer:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            self.losses.raise_if_found()
+            self.step_losses.check()
             with self.average.in_place() if self.average is not None else nullcontext():
                 values = self.evaluator.run(self.strategy, stop.allows)
                 call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
@@ -203,7 +203,7 @@ class Trainer:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
             progress = self.progress
-            self.losses.raise_if_found(self.strategy.local_weights(), progress.step)
+            self.step_losses.check(self.strategy.local_weights(), progress.step)
             state = collect_state(self.strategy, progress, self.config, self.average, self.loader.place)
             beat()  # the disk has the whole of launch.timeout_minutes
             if state is not None:  # rank 0
@@ -219,8 +219,7 @@ class Trainer:
             self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
         load_run(found, self.strategy, self.progress, self.config, self.average)
         if found is not None and not found.is_other_run:
-            states = found.state["random_states"]
-            # A stream refuses the place of a run on another number of ranks.
+            states = found.state["random_states"]  # of other ranks too: StreamLoader refuses their places
             self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)

@@ -61,6 +61,9 @@ class CommandLine:
             settings = set_words(own, self.overrides)
         return build_config(settings)
 
+    def run(self) -> int:
+        return int(import_module(f".{self.command}", __package__).main(self))
+
     def launch(self, run_fn: Callable[[int, int, "Config"], None]) -> int:
         """The exit code of run_fn, run once per device of the config."""
         config = self.load_config()
@@ -99,10 +102,6 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
     if line.rest and line.command not in ("predict", *TOOLS):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only.")
     return line
-
-
-def run_command(line: CommandLine) -> int:
-    return int(import_module(f".{line.command}", __package__).main(line))
 
 
 def write_report(directory: Path) -> None:

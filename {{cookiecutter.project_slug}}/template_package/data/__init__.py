@@ -28,7 +28,5 @@ def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLo
         for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
             if number is None:
                 raise ConfigError(f"{key}=null: the training set is a stream, without end and epochs. Set a number.")
-    return kind(
-        dataset, config.loader, context, seed=config.seed, global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-    )  # fmt: skip
+    sizes: Any = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
+    return kind(dataset, config.loader, context, seed=config.seed, **sizes)

@@ -43,12 +43,11 @@ SEED: dict[str, Callable[[int], object]] = {
     "devices": torch.manual_seed,  # torch's generators of the CPU and of all GPUs
 }
 
-# The memory of the generators: CPython's own structs.
+# The memory of the generators: CPython's own structs. NumPy's object also keeps the second of two normal numbers.
 _python, _numpy, _start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
 _words = ctypes.c_char * (4 * 625)  # 624 and the position
 _python_words = _words.from_address(id(_python) + _start)
 _numpy_words = _words.from_address(_numpy._bit_generator.ctypes.state_address)
-# The second of two normal numbers is kept in the object itself.
 _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
 
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)

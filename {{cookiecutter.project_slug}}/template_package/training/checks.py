@@ -128,45 +128,40 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 class StepLosses:
-    """The losses of the steps, on the device: their mean over the epoch, and the first that is not finite."""
+    """The losses of the steps, on the device: are all of them finite, and what is their mean over the epoch?
+
+    Ranks look at many at once, where they wait anyway: one by one would cost a small model's step a tenth more.
+    """
 
     def __init__(self, context: RankContext) -> None:
-        self.new: list[tuple[Tensor, int, int]] = []  # loss, samples and number of each step since the last look
-        self._first_step = torch.full((), sys.maxsize, device=context.device)  # whose loss is not finite
+        self.new: list[tuple[Tensor, int, int]] = []  # loss, samples and number of each step since the last check()
         self._sum, self._num_samples = torch.zeros((), dtype=context.sum_dtype, device=context.device), 0
 
-    def _look(self) -> None:
-        """Look at the new ones all at once: one by one costs a small model's step a tenth more."""
+    def check(self, weights: list[Tensor] | None = None, step: int = 0) -> None:
+        """Add up the new losses. FailureError, on all ranks, if one or a weight is not finite. All ranks call it."""
+        first_step = torch.full((), sys.maxsize, device=self._sum.device)
         if self.new:
             losses, sizes, steps = zip(*self.new, strict=True)
             values, counts = torch.stack(losses).to(self._sum), torch.tensor([sizes, steps]).to(self._sum.device)
             self._sum += (values * counts[0]).sum()
             self._num_samples += sum(sizes)
-            self._first_step = torch.where(values.isfinite(), self._first_step, counts[1]).min()
+            first_step = torch.where(values.isfinite(), first_step, counts[1]).min()
             self.new.clear()
+        if weights is not None:
+            norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
+            is_finite = norms.sum().isfinite().to(first_step.device)
+            first_step = torch.where(is_finite, first_step, first_step.clamp(max=step))
+        if (found := int(all_reduce(first_step, dist.ReduceOp.MIN))) != sys.maxsize:
+            remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
+            problem = f"the loss of step {found}, or its gradient, is not finite"
+            raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 
     def epoch_mean(self, *, is_end: bool) -> Tensor:
         """This rank's mean since the epoch began, or the run continued. is_end: the next step begins another epoch."""
-        self._look()
         mean = self._sum / self._num_samples
         if is_end:
             self._sum, self._num_samples = torch.zeros_like(self._sum), 0
         return mean
-
-    def raise_if_found(self, weights: list[Tensor] | None = None, step: int = 0) -> None:
-        """FailureError if a loss was not finite, or a weight is not. All ranks call it, where they wait anyway.
-
-        weights: this rank's, before they are saved: a finite loss may have had a gradient that is not.
-        """
-        self._look()
-        if weights is not None:
-            norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
-            is_finite = norms.sum().isfinite().to(self._first_step.device)
-            self._first_step = torch.where(is_finite, self._first_step, self._first_step.clamp(max=step))
-        if (found := int(all_reduce(self._first_step.clone(), dist.ReduceOp.MIN))) != sys.maxsize:
-            remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
-            problem = f"the loss of step {found}, or its gradient, is not finite"
-            raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 
 
 def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 
 from ..config import CheckpointConfig, EvaluationConfig
 
-EARLY_STOPPING = (  # in checkpoints
-    "best_epoch", "epochs_without_improvement", "is_evaluation_pending", "num_samples", "num_drops", "num_stale",
-)  # fmt: skip
+EARLY_STOPPING = "best_epoch epochs_without_improvement is_evaluation_pending num_samples num_drops num_stale".split()
 
 
 @dataclass

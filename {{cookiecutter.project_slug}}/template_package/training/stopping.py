@@ -59,11 +59,9 @@ class StopRequest:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._handlers.__exit__(None, None, None)
-        if kind is StopRun and self._context.world_size == 1 and self._received is not None:
-            raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
@@ -119,8 +117,7 @@ def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> I
 
 def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_over: threading.Event) -> None:
     store = context.store.clone()
-    timeout = 60 * timeout_minutes
-    interval = min(1.0, timeout / 10)
+    timeout, interval = 60 * timeout_minutes, min(1.0, 6 * timeout_minutes)
     seen, seconds, looked_at = _num_beats, 0.0, time.monotonic()
     while not is_over.wait(interval):
         now = time.monotonic()

@@ -155,23 +155,26 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
 def test_first_step_that_was_not_finite_is_named() -> None:
     losses = StepLosses(RankContext())
     losses.new = [(torch.tensor(1.0), 4, 1), (torch.tensor(2.5), 2, 2)]
-    losses.raise_if_found()
+    losses.check()
     losses.new = [(torch.tensor(value), 4, step) for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))]
     with pytest.raises(FailureError, match="the loss of step 3,"):
-        losses.raise_if_found()
+        losses.check()
     finite, infinite = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.tensor([1.0, float("inf")])]
-    StepLosses(RankContext()).raise_if_found(finite, step=5)
+    StepLosses(RankContext()).check(finite, step=5)
     with pytest.raises(FailureError, match="the loss of step 5, or its gradient"):
-        StepLosses(RankContext()).raise_if_found(infinite, step=5)
+        StepLosses(RankContext()).check(infinite, step=5)
 
 
 def test_mean_over_an_epoch_weighs_steps_by_their_samples() -> None:
     losses = StepLosses(RankContext())
     losses.new = [(torch.tensor(1.0), 4, 1)]
+    losses.check()
     assert losses.epoch_mean(is_end=False) == 1.0
     losses.new = [(torch.tensor(2.5), 2, 2)]
+    losses.check()
     assert losses.epoch_mean(is_end=True) == 1.5
     losses.new = [(torch.tensor(3.0), 4, 3)]
+    losses.check()
     assert losses.epoch_mean(is_end=True) == 3.0
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from template_package.commands.report import mean_over_seeds, read_metrics, write_report
-from template_package.training.evaluation import write_report as write_class_report
+from template_package.training.evaluation import write_class_scores
 
 from conftest import Project
 
@@ -107,7 +107,7 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
         line = {"split": "validation", "step": 3, "epoch": 1, EVIL: 1.0, "$\\frac{": 2.0, "実験": 3}
         file.write(json.dumps(line) + "\n")
-    write_class_report(directory / "reports" / "validation_best", EVIL, [[1, 2], [0, 4]], [EVIL, "b"])
+    write_class_scores(directory / "reports" / "validation_best", EVIL, [[1, 2], [0, 4]], [EVIL, "b"])
     (directory / "media").mkdir()
     for step in (1, 20, 300, 4000):
         (directory / "media" / f"step_{step:08d}_a_b.txt").write_text(f"{EVIL} number {step}", encoding="utf-8")
