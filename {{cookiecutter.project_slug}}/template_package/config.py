@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -20,8 +20,6 @@ from .config_file import available_files, other_words, our_word, read_settings
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
-
-Section = TypeVar("Section", bound=type)
 
 
 def parse_device_ids(value: object) -> str | list[int] | list[str]:
@@ -154,13 +152,13 @@ class LoggingConfig:
 
 
 @dataclass_transform(kw_only_default=True)
-def _with_chosen_sections(config: Section) -> Section:
+def _with_chosen_sections(config: Any) -> Any:
     """The class as a dataclass, with a section for each options_<name>.py that was chosen with a strategy or tool."""
     for path in sorted(Path(__file__).parent.glob("options_*.py")):
         name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
         config.__annotations__[name] = options
         setattr(config, name, field(default_factory=options))
-    return cast(Section, dataclass(kw_only=True)(config))
+    return dataclass(kw_only=True)(config)
 
 
 @_with_chosen_sections
@@ -197,7 +195,7 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     choices = [("strategy", config.strategy, strategies)]
     choices += [("logging.tracker", name, trackers) for name in config.logging.tracker]
     for key, name, names in choices:
-        close = _close(name, names)
+        close = _close(name.lower().rpartition(".")[2], names)  # torch.nn.DataParallel
         remedy = f"Did you mean {key}={close}?" if close else "Others come with the template: copy their file."
         yield name not in names, key, f"must be one of {', '.join(names)}. {remedy}"
     launch, devices = config.launch, config.device_ids

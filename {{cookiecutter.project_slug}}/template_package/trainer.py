@@ -52,13 +52,13 @@ class Trainer:
         self.clock = StepClock(context.started_at)
         self.step_losses = StepLosses(context)
         with context.local_rank_first("model"):
-            model = user_model.build_model(config.model)
+            model = user_model.build_model(config.model).train()
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
         call_on_epoch_begin(model, range(1))
         self.num_epochs_begun = 1  # for which on_epoch_begin() of model.py was called in this process
         self.strategy = create_strategy(config, context)
-        self.strategy.prepare(model.train(), partial(choose_optimizer, config=config.optimizer))
+        self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
         self.average = WeightAverage(self.strategy, training.ema_decay) if training.ema_decay else None
         tell_of_names(train_data, validation_data)
 

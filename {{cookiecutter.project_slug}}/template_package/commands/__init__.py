@@ -19,12 +19,10 @@ from ..launching.processes import start_fork_server
 if TYPE_CHECKING:
     from ..config import Config
 
-USAGE = """usage: python run.py [{commands}] [--config PATH] [key=value ...]
+USAGE = """usage: python run.py [COMMAND] [--config PATH] [key=value ...]
 
 Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
-  python run.py device_ids=0,2 training.epochs=3 name=first
-  python run.py evaluate evaluation.split=test
-  python run.py predict FILE                    or 'a sentence', whatever read_inputs() in dataset.py takes"""
+  python run.py device_ids=0,2 training.epochs=3 name=first\n"""
 TOOLS = ("doctor", "benchmark", "sweep", "report")
 
 
@@ -80,7 +78,9 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
     while waiting:
         word = waiting.pop(0)
         if word in ("-h", "--help"):
-            print(USAGE.format(commands="|".join(commands)))
+            files = [*Path(__file__).parent.glob("[a-z]*.py"), *Path(__file__).parent.glob("*/__init__.py")]
+            lines = [file.read_text(encoding="utf-8").split('"""')[1].split("\n")[0] for file in files]
+            print(USAGE, *sorted(lines), sep="\n")
             raise SystemExit(0)
         if word.startswith("--config=") or (word == "--config" and waiting):
             line.config_path, line.is_config_typed = Path(word.partition("=")[2] or waiting.pop(0)), True

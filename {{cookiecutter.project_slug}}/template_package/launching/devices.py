@@ -25,7 +25,6 @@ from ..errors import ConfigError, one_line
 
 GIB = 2**30
 LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
-POLL_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def take_devices(
             words = f"device_ids={wanted}: waiting for {num_needed} GPUs (launch.wait_minutes={launch.wait_minutes:g})"
             print("\n".join([words, *devices.notes]), file=sys.stderr, flush=True)
             is_waiting = True
-        time.sleep(POLL_SECONDS)
+        time.sleep(3.0)
     if wanted == "auto" and not num_free and not is_waiting:
         if num_needed == 1 and torch.backends.mps.is_available():  # a Mac's GPU
             return Devices(["mps"], [])
@@ -97,9 +96,10 @@ def _take_named(wanted: list[int], gpus: Gpus) -> Devices:
     visible = {gpu.index: gpu for gpu in gpus.visible}
     if missing := [index for index in wanted if index not in visible]:
         there = "this machine has" if gpus.mask is None else f"CUDA_VISIBLE_DEVICES={gpus.mask} leaves"
-        problem = f"GPU {missing[0]} does not exist; {there} {[*visible]}"
-        problem += f" ({gpus.problem})" if gpus.problem else ""
-        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}. Use device_ids=auto or some of those.")
+        reason = f" ({gpus.problem})" if gpus.problem else ""
+        problem = f"GPU {missing[0]} does not exist; {there} {[*visible] or 'none'}{reason}"
+        remedy = "Use device_ids=auto or some of those." if visible else "Set device_ids=cpu, or cpu,cpu for two ranks."
+        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}. {remedy}")
     chosen = [visible[index] for index in wanted]
     if problems := [f"GPU {gpu.index}: {gpu.problem}" for gpu in chosen if gpu.problem]:
         raise ConfigError(f"device_ids={one_line(wanted)}: {problems[0]}. Leave it out, or install an older torch.")

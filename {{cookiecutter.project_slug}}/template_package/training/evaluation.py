@@ -72,6 +72,7 @@ class Evaluator:
         the first micro-batch, cut in so many parts; 2 gives the loss alone.
         """
         strategy.synchronize_buffers()
+        in_training = [module for module in strategy.evaluation_model.modules() if module.training]
         strategy.evaluation_model.eval()
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
@@ -97,7 +98,8 @@ class Evaluator:
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         stack.close()
-        strategy.evaluation_model.train()
+        for module in in_training:  # what the user has frozen may be in eval mode all the time
+            module.training = True
         of_ranks = broadcast_object(gather_objects([*sums])) if num_parts == 2 else []
         if any(names != [*sums] for names in of_ranks):  # or the ranks would add up different things, or wait for ever
             raise ConfigError(f"training_metrics() in model.py must return the same names on every rank: {of_ranks}.")
@@ -115,10 +117,10 @@ class Evaluator:
         tolerance = 1e-3 if strategy.precision == "fp32" else 0.03  # 16 bits have two or three digits
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
             words = "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves. %s"
-            remedy = "If it is a mean over tokens or class weights, say, define loss_weight(batch, module) in model.py."
+            remedy = "If it is a mean over tokens or class weights, say: README.md, loss_weight(batch, module)."
             logger.warning(words, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
-            logger.warning("warning: no single number, so not recorded: %s of build_metrics()", others)
+            logger.warning("warning: no single number, so not recorded (try ClasswiseWrapper): %s", others)
         if metric not in whole:
             problem = f"not among the numbers that an evaluation gives ({', '.join(whole)})"
             raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it.")

@@ -63,13 +63,15 @@ def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
 def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
     """Call on_evaluation_end(model, log) of model.py, with the model in eval mode. An error there is a warning."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
+        in_training = [module for module in strategy.module.modules() if module.training]
         strategy.module.eval()
         with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:
                 on_evaluation_end(strategy.evaluation_model, log)
             except Exception:
                 logger.warning("warning: on_evaluation_end() of model.py failed; the run goes on", exc_info=True)
-        strategy.module.train()
+        for module in in_training:
+            module.training = True
 
 
 def tell_of_names(*datasets: Any) -> None:

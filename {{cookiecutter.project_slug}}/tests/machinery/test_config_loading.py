@@ -290,6 +290,8 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("run_name=first", "name=first"),
         ("strategy=dp", "strategy=data_parallel"),
         ("strategy=ddp_spawn", "strategy=ddp"),
+        ("strategy=torch.nn.parallel.DistributedDataParallel", "strategy=ddp"),
+        ("momentum=0.9", "optimizer.betas=0.9,0.999"),
         ("strategy=zero3", "strategy=fsdp"),
         ("training.precision=16-mixed", "training.precision=fp16"),
         ("training.precision=32", "training.precision=fp32"),
@@ -301,8 +303,8 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(ROOT / "config.yaml", [word])
-    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}(, summed over all GPUs)?[.?]$", str(error.value)), (
-        str(error.value)
+    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \\(.*\\))?[.?]$", str(error.value)), str(
+        error.value
     )
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not ours.endswith("=N") and "auto:2" not in ours:

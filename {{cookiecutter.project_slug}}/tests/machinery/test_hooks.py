@@ -139,6 +139,25 @@ def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) 
         assert project.lines(f"again{step}") == project.lines("run")
 
 
+def test_part_that_the_user_sets_to_eval_mode_stays_in_it(project: Project) -> None:
+    """From the first step on, over evaluations, until the user sets it to training mode."""
+    hooks = """
+def on_epoch_begin(model: Any, epoch: int) -> None:
+    model[2].train(epoch >= 2)
+
+def after_step(model: Any, step: int, log: Any) -> None:
+    print(f"[step {step}: {model[2].training} {model[0].training}]", flush=True)
+
+def on_evaluation_end(model: Any, log: Any) -> None:
+    assert not model[0].training
+"""
+    project.append("model.py", hooks)
+    output = project.run("device_ids=cpu", "evaluation.every_steps=3")
+    assert "on_evaluation_end() of model.py failed" not in output
+    for step in range(1, 22):  # 7 steps an epoch
+        assert f"[step {step}: {step > 14} True]" in output
+
+
 def test_strategy_that_cannot_train_other_parameters_later_says_so(project: Project) -> None:
     project.append("model.py", LOGGED_EPOCHS)
     output = project.run("device_ids=cpu,cpu", "strategy=fsdp", code=2)

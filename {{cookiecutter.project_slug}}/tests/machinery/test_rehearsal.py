@@ -94,7 +94,7 @@ def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None
     project.append("model.py", METRICS)
     name = "multiclassf1score_high"
     output = project.run("device_ids=cpu,cpu", f"evaluation.metric={name}", "evaluation.mode=max")
-    assert output.count("no single number, so not recorded: auroc of build_metrics()") == 1
+    assert output.count("no single number, so not recorded (try ClasswiseWrapper): auroc") == 1
     assert project.json("run", "summary.json")["best"].keys() == {name, "step"}
     assert all(0 <= line[name] <= 1 and "auroc" not in line for line in project.lines("run", "validation"))
 

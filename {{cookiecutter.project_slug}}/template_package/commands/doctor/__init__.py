@@ -1,4 +1,4 @@
-"""`python run.py doctor`: tells what breaks runs here, one line a check, with its remedy; `--json` for machines.
+"""`python run.py doctor`: tells what breaks runs here, one line per check, with its remedy; `--json` for machines.
 
 The checks run in a process of their own, which may hang. The one that waits for it ends in time, and needs neither
 torch nor your files: these are imported in functions.
