@@ -116,7 +116,7 @@ def test_nodes_that_would_train_something_else_are_refused(differing: str, slow_
     path.write_text(text.replace("epochs: 10", "epochs: 11") if differing == "config" else text + "\n", "utf-8")
     printed = "\n".join(all_end(start_script(slow_hosts, NO_RESTART), code=1, timeout=30))
     assert "error: rank 1 would not train what rank 0 does: " in printed
-    assert ("config.training.epochs: 10 -> 11" if differing == "config" else "digest of all sources: ") in printed
+    assert ("config.training.epochs: 10 -> 11" if differing == "config" else "sources.model.py: ") in printed
     assert not (slow_hosts[0].folder / "runs").exists()
 
 

@@ -193,8 +193,7 @@ class Trainer:
                 values = self.evaluator.run(self.strategy, stop.allows)
                 call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
             progress.is_evaluation_pending = False
-            record = {**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples}
-            self.tracking.record(record)
+            self.tracking.record({**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config, self.config.schedule.patience):
                 self.evaluator.write_report(self.directory, "best", progress.step)
                 self.save(is_best=True)
@@ -223,9 +222,10 @@ class Trainer:
             self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
         if found is not None and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            former, now = found.state["config"]["training"]["epochs"], self.config.training.epochs
-            if former != now:
-                logger.info("training.epochs was %s, is %s: the schedule has the new length", former, now)
+            for key in ("epochs", "max_steps"):
+                former, now = found.state["config"]["training"][key], getattr(self.config.training, key)
+                if former != now:
+                    logger.info("training.%s was %s, is %s: the schedule has the new length", key, former, now)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() once for each epoch up to this one. True if that changed which parameters train."""

@@ -26,7 +26,6 @@ from .evaluate import find_checkpoint, restore
 _data: Any = user_data
 _model: Any = user_model  # Any: the functions that this command calls there are optional
 AUTO_MICRO_BATCH_SIZE = 64
-NUM_SHOWN = 20
 logger = logging.getLogger(__name__)
 
 
@@ -58,7 +57,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-            logger.info("%s\n%d rows: %s", "\n".join(lines[:NUM_SHOWN]), len(lines), path)
+            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
 
 
 @torch.no_grad()

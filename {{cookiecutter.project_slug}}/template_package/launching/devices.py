@@ -25,6 +25,7 @@ from ..errors import ConfigError, one_line
 
 GIB = 2**30
 LOCK_PREFIX = "\0ddp-template-gpu/"  # the same in every project; the \0 makes it abstract
+POLL_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def take_devices(
             words = f"device_ids={wanted}: waiting for {num_needed} GPUs (launch.wait_minutes={launch.wait_minutes:g})"
             print("\n".join([words, *devices.notes]), file=sys.stderr, flush=True)
             is_waiting = True
-        time.sleep(3.0)
+        time.sleep(POLL_SECONDS)
     if wanted == "auto" and not num_free and not is_waiting:
         if num_needed == 1 and torch.backends.mps.is_available():  # a Mac's GPU
             return Devices(["mps"], [])

@@ -97,7 +97,7 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
-    if is_one_machine:
+    if is_one_machine or is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return

@@ -4,7 +4,6 @@ However it was started, a rank sees the same: a RankContext, a process group, it
 """
 
 import gc
-import hashlib
 import json
 import os
 import socket
@@ -15,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TextIO
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -166,10 +166,10 @@ def print_failure(failure: processes.Failure, context: RankContext, console: Tex
 
 def _check_alike(config: Config, context: RankContext) -> None:
     """Raise ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+    package = Path(__file__).parents[1]
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
-    own["digest of all sources"] = hashlib.sha256(sources).hexdigest()
+    own["sources"] = {str(path.relative_to(package)): crc32(path.read_bytes()) for path in package.rglob("*.py")}
     context.store.set(f"alike/{context.rank}", json.dumps(own))  # no collective: CPU and GPU ranks share no backend
     first, *others = (json.loads(context.store.get(f"alike/{rank}")) for rank in range(context.world_size))
     context.store.set(f"alike/read/{context.rank}", "")

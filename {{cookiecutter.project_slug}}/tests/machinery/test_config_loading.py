@@ -303,9 +303,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(ROOT / "config.yaml", [word])
-    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \\(.*\\))?[.?]$", str(error.value)), str(
-        error.value
-    )
+    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not ours.endswith("=N") and "auto:2" not in ours:
         load_config(ROOT / "config.yaml", [ours])

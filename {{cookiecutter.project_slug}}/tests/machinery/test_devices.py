@@ -118,7 +118,7 @@ def test_missing_gpu_is_refused_with_those_that_exist() -> None:
     hidden = refusal([3, 1, 2], four, "3,2")
     assert "GPU 1 does not exist; CUDA_VISIBLE_DEVICES=3,2 leaves [3, 2]. Use device_ids=auto" in hidden
     none = refusal([0], four, "")
-    assert "CUDA_VISIBLE_DEVICES= leaves [] (CUDA_VISIBLE_DEVICES= hides every GPU). Use device_ids=auto" in none
+    assert "CUDA_VISIBLE_DEVICES= leaves none (CUDA_VISIBLE_DEVICES= hides every GPU). Set device_ids=cpu" in none
 
 
 def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:

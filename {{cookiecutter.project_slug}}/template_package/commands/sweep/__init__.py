@@ -345,7 +345,7 @@ class SweepRunner:
             print(f"{value:>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
         self.write()
         if order and order[0].value is not None:
-            print(f"\nThe best is {order[0].name}. To evaluate it, and to look at all:")
+            print(f"\nThe best single run is {order[0].name}. To evaluate it, and to look at all:")
             config_path = self.folder / order[0].name / "config.yaml"
             print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate --config {config_path}")
             print(f"  python run.py report {self.sweep.name}")
