@@ -60,11 +60,8 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """Run run_fn(rank, world_size, config) once per rank, and return the exit code: 0, 1, 2, 130 or 143."""
     devices, num_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
-    notes, started_at = tuple(node.devices.notes), processes.STARTED_AT
-    contexts = [
-        RankContext(rank, world_size, rank, num_ranks, devices[rank::num_ranks], notes, started_at)
-        for rank in range(num_ranks)
-    ]
+    places = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
+    contexts = [RankContext(*place, tuple(node.devices.notes), processes.STARTED_AT) for place in places]
     if (launched := node.launched) is not None:
         context = replace(contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank)
         context = replace(context, attempt=launched.attempt, store=node.store)

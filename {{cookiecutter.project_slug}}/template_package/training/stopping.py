@@ -59,9 +59,11 @@ class StopRequest:
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         self._handlers.__exit__(None, None, None)
+        if kind is StopRun and self._context.world_size == 1 and self._received is not None:
+            raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
         """False when the run must end before what comes now; the same answer on every rank at the same call."""
