@@ -25,7 +25,6 @@ from .evaluate import find_checkpoint, restore
 
 _data: Any = user_data
 _model: Any = user_model  # Any: the functions that this command calls there are optional
-AUTO_MICRO_BATCH_SIZE = 64
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +48,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
             label_names = getattr(dataset, "label_names", None)
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
-            size = next((int(size) for size in sizes if size != "auto"), AUTO_MICRO_BATCH_SIZE)
+            size = next((int(size) for size in sizes if size != "auto"), 64)
             parts = gather_objects(_predict_part(strategy, loader, label_names, size))
         strategy.close()
         if parts is not None:  # rank 0

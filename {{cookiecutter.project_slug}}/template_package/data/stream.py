@@ -61,6 +61,8 @@ class StreamLoader(TrainLoader):
                 raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
             self._go_to(beginning)
             self._spare = self._read(1)
+            if self._size < self.micro_batch_size:
+                logger.info("stream: micro-batches of %d samples, which divide a rank's share of %d", self._size, share)
             if not self._spare:
                 raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
         batch, request = self._spare[0]
