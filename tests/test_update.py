@@ -108,7 +108,9 @@ def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_p
     conflict = (project / "net" / "trainer.py").relative_to(top)
     assert code == 1
     assert output.startswith("kept, since you have changed it: net/other.py")
-    assert output.endswith(f"error: conflicts to resolve:\n{conflict}\n")
+    assert output.endswith(
+        f"error: conflicts to resolve, then git add and git commit (git reset --hard undoes the update):\n{conflict}\n"
+    )
     text = (project / "net" / "trainer.py").read_text(encoding="utf-8")
     assert text.startswith('<<<<<<< ours\n# mine\n=======\n# of the third version\n>>>>>>> theirs\n"""')
     status = {line[3:].strip('"'): line[:2] for line in git(top, "status", "--porcelain").splitlines()}

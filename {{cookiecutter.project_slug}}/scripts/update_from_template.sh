@@ -112,4 +112,4 @@ with open(".template.json", "w", encoding="utf-8", newline="\n") as file:
 PYTHON
 git add .template.json
 echo "The project follows version $(origin version) of the template now. See: git diff HEAD"
-[[ ! $conflicts ]] || fail "conflicts to resolve:"$'\n'"$conflicts"
+[[ ! $conflicts ]] || fail "conflicts to resolve, then git add and git commit (git reset --hard undoes the update):"$'\n'"$conflicts"
