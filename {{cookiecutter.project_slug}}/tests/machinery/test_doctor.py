@@ -81,7 +81,7 @@ def test_faults_of_environment_and_limits_are_named(project: Project) -> None:
     assert "Not a directory" in line_of("disk", output) and "Make room, or let runs be" in line_of("disk", output)
     assert "Unable to find address for: nosuch0" in line_of("gloo", output) and "GLOO_SOCKET_IFNAME" in output
     assert line_of("devices", output).startswith("broken   devices: device_ids=[0]: GPU 0 does not exist; ")
-    assert "Use device_ids=" in line_of("devices", output)
+    assert "Set device_ids=cpu" in line_of("devices", output)
     assert line_of("open files", output).startswith("broken   open files: at most 200. Type: ulimit -n 4096")
     assert output.count("\nbroken  ") + output.startswith("broken") == 5 and output.endswith(", 5 broken\n")
 
