@@ -79,8 +79,8 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
         word = waiting.pop(0)
         if word in ("-h", "--help"):
             files = [*Path(__file__).parent.glob("[a-z]*.py"), *Path(__file__).parent.glob("*/__init__.py")]
-            lines = [file.read_text(encoding="utf-8").split('"""')[1].split("\n")[0] for file in files]
-            print(USAGE, *sorted(lines), sep="\n")
+            lines = [line for file in files for line in re.findall('\\A"""(.*)', file.read_text(encoding="utf-8"))]
+            print(USAGE, *sorted(line.strip('"') for line in lines), sep="\n")
             raise SystemExit(0)
         if word.startswith("--config=") or (word == "--config" and waiting):
             line.config_path, line.is_config_typed = Path(word.partition("=")[2] or waiting.pop(0)), True

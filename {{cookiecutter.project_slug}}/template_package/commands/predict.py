@@ -48,7 +48,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
             label_names = getattr(dataset, "label_names", None)
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
-            size = next((int(size) for size in sizes if size != "auto"), 64)
+            size = next((int(size) for size in sizes if size != "auto"), 64)  # 64: both are auto
             parts = gather_objects(_predict_part(strategy, loader, label_names, size))
         strategy.close()
         if parts is not None:  # rank 0
@@ -56,7 +56,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
+            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)  # the first ones, to look at
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
 """The keys that make a run what it is; everything else may change from one start to the next."""
-CONTINUE = "Put them back to continue, or choose another name=…, from here with checkpoint.resume=PATH."  # a remedy
+CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
 

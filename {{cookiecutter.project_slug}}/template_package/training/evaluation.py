@@ -117,7 +117,7 @@ class Evaluator:
         tolerance = 1e-3 if strategy.precision == "fp32" else 0.03  # 16 bits have two or three digits
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
             words = "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves. %s"
-            remedy = "If it is a mean over tokens or class weights, say: README.md, loss_weight(batch, module)."
+            remedy = "If it is a mean over tokens or class weights, README.md tells how: loss_weight(batch, module)."
             logger.warning(words, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded (try ClasswiseWrapper): %s", others)

@@ -240,6 +240,14 @@ def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: 
     project.run("strategy=own", "device_ids=cpu,cpu", "training.max_steps=1")
 
 
+def test_help_tells_what_each_command_does(project: Project) -> None:
+    (project.folder / "template_package" / "commands" / "own.py").write_text("# no docstring\n", encoding="utf-8")
+    printed = project.run("--help")
+    for name in ("benchmark", "doctor", "evaluate", "predict", "report", "smoke", "sweep"):
+        assert re.search(rf"^`python run.py {name}.*`: .+[.]$", printed, re.MULTILINE)
+    assert '"' not in printed
+
+
 def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("none.yaml", ".", "x" * 999):
         with pytest.raises(ConfigError, match="cannot be read"):
