@@ -5,10 +5,10 @@ pydantic checks types and rules; `data` and `model` are the user's own dataclass
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, dataclass_transform, get_args, get_origin, get_type_hints
@@ -188,6 +188,9 @@ class Config:
                 raise ValueError(f"{key}={one_line(value).strip('[]')}: {rule}")
 
 
+_adapter: Callable[[], TypeAdapter[Config]] = cache(partial(TypeAdapter, Config))  # made when it is first called
+
+
 def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
     strategies = available_files("strategies", besides=("base", "common", "library_environment", "zero"))
@@ -224,7 +227,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def build_config(settings: dict[str, Any]) -> Config:
     """Build and check the Config from settings (nested dicts of text). Raises ConfigError."""
     settings = {"data": {}, "model": {}, **settings}
-    _check_keys(settings, Config, "")
+    if problems := [*_check_keys(settings, Config, "")]:
+        raise ConfigError("\n".join(problems))
     try:
         config: Config = _adapter().validate_python(settings)
         getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
@@ -268,11 +272,6 @@ def as_today(stored: dict[str, Any], section: Any = Config, prefix: str = "") ->
     return today, changes
 
 
-@cache
-def _adapter() -> TypeAdapter[Config]:
-    return TypeAdapter(Config)
-
-
 def _field_types(section: Any) -> dict[str, Any]:
     types = get_type_hints(section, include_extras=True)
     return {item.name: types[item.name] for item in fields(section)}
@@ -292,18 +291,19 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
             yield from all_keys(types[item.name], f"{prefix}{item.name}.")
 
 
-def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> None:
-    """ConfigError for a key that does not exist. Makes a list of a text whose key takes one: betas=0.9,0.95."""
+def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
+    """A line for each key that does not exist. Makes a list of a text whose key takes one: betas=0.9,0.95."""
     types = _field_types(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if name not in types:
-            raise ConfigError(_unknown_key(key, value))
-        if is_dataclass(types[name]):
+            yield _unknown_key(key, value)
+        elif is_dataclass(types[name]):
             section_settings = settings[name] = {} if value is None else value  # all its keys may be commented out
-            if not isinstance(section_settings, dict):
-                raise ConfigError(f"{key}={one_line(value)}: {key} is a section. Set its keys: {key}.KEY=VALUE")
-            _check_keys(section_settings, types[name], f"{key}.")
+            if isinstance(section_settings, dict):
+                yield from _check_keys(section_settings, types[name], f"{key}.")
+            else:
+                yield f"{key}={one_line(value)}: {key} is a section. Set its keys: {key}.KEY=VALUE"
         elif isinstance(value, str) and _takes_list(types[name]):
             settings[name] = [part.strip() for part in value.split(",")]
 
@@ -332,11 +332,16 @@ def _unknown_key(key: str, value: Any) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first mistake in one line: key, value, rule, remedy."""
-    known, problems = dict(all_keys()), error.errors(include_url=False)
-    locations = [".".join(map(str, problem["loc"])) for problem in problems]
-    key = max((key for key in known if f"{locations[0]}.".startswith(f"{key}.")), key=len, default=locations[0])
-    problems = [p for p, location in zip(problems, locations, strict=True) if f"{location}.".startswith(f"{key}.")]
+    """A line for each key with a mistake: key, value, rule, remedy."""
+    known, found = dict(all_keys()), dict[str, list[Any]]()
+    for problem in error.errors(include_url=False):  # several of one key, if its type is a union
+        location = ".".join(map(str, problem["loc"]))
+        key = max((key for key in known if f"{location}.".startswith(f"{key}.")), key=len, default=location)
+        found.setdefault(key, []).append(problem)
+    return "\n".join(_mistake(key, known, problems) for key, problems in found.items())
+
+
+def _mistake(key: str, known: dict[str, Any], problems: list[Any]) -> str:
     value, typed = problems[0]["input"], f"{key}={one_line(problems[0]['input'])}"
     if isinstance(cause := problems[0].get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
         message = " ".join(str(cause).split())

@@ -9,7 +9,6 @@ import sys
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,12 +173,9 @@ class Trainer:
         epoch_mean = self.step_losses.epoch_mean(is_end=progress.is_epoch_end)
         parts = torch.stack([epoch_mean, *sums.values()])  # in the widest dtype of these
         epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
-        record: dict[str, Any] = {
-            **progress.line("train"),
-            **dict(zip(sums, values, strict=True)),
-            "learning_rate": self.strategy.optimizer.param_groups[0]["lr"],
-            "samples_per_second": self.clock.samples_per_second(progress.num_samples_seen),
-        }
+        record = progress.line("train") | dict(zip(sums, values, strict=True))
+        record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
+        record["samples_per_second"] = self.clock.samples_per_second(progress.num_samples_seen)
         if gradient_norm is not None:
             record["gradient_norm"] = gradient_norm.item()
         self.tracking.record(record, epoch_loss if progress.is_epoch_end else None)

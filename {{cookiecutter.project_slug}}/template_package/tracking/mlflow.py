@@ -17,7 +17,7 @@ class Tracker:
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         runs = directory.absolute().parent
-        experiment = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or runs.parent.name
+        experiment = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or Path.cwd().name
         if not mlflow.is_tracking_uri_set():
             mlflow.set_tracking_uri(f"sqlite:///{runs.as_posix()}/mlflow.db")  # MLflow 3 refuses folders of files
             with suppress(mlflow.MlflowException):  # the experiment exists already

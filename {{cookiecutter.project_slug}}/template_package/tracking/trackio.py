@@ -12,7 +12,7 @@ class Tracker:
     """Logs to one run of Trackio, which a resumed run continues."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
-        project = directory.absolute().parents[1].name
+        project = Path.cwd().name
         resume = "allow" if resumed_step else "never"  # a run of this name may be from a folder that was deleted
         self._run = trackio.init(project=project, name=directory.name, config=config, resume=resume)
         self.close = trackio.finish

@@ -20,7 +20,7 @@ class Tracker:
         if not id_file.exists():
             write_whole(id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8"))
         self._run = wandb.init(
-            project=wandb.setup().settings.project or directory.absolute().parents[1].name,  # WANDB_PROJECT, or ours
+            project=wandb.setup().settings.project or Path.cwd().name,  # WANDB_PROJECT, or ours
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             name=directory.name,

@@ -222,6 +222,22 @@ def test_settings_that_do_not_go_together_are_one_line(words: str, rule: str, tm
     assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "batch_size=8 lr=0.1 training.epoch=3",  # no such keys
+        "seed=x ddp.static_graph=maybe training.micro_batch_size=-1 training.precision=fp8",  # values
+    ],
+)
+def test_all_mistakes_are_told_at_once_each_in_its_line(words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(ROOT / "config.yaml", words.split())
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == len(words.split())
+    for line, word in zip(sorted(lines), sorted(words.split()), strict=True):
+        assert line.startswith(f"{word}: ")
+
+
 def test_two_ranks_on_one_gpu_are_allowed_with_gloo() -> None:
     assert load_config(ROOT / "config.yaml", ["device_ids=[0, 0]", "launch.backend=gloo"]).device_ids == [0, 0]
 
