@@ -133,8 +133,6 @@ class PartFetcher(Fetcher):
     Random generators are seeded before each item, so that its augmentation depends on (seed, pass, item) alone.
     """
 
-    _dataset: Any
-
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
         library = type(dataset).__module__.partition(".")[0]
         self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)

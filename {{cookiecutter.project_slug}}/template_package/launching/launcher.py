@@ -85,7 +85,7 @@ def serve_local_store() -> dist.TCPStore:
 def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
     """Start all ranks once, wait for their end, and return the exit code."""
     if len(contexts) == 1:
-        with processes.stop_signals_end():
+        with processes.stop_signals_call(processes.raise_stop):
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
     store = serve_local_store()
     arguments = [(run_fn, config, context, None, store.port) for context in contexts]

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -182,13 +182,9 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def stop_signals_end() -> AbstractContextManager[None]:
-    """Inside this context, stop signals exit with 130 or 143. (Once training has begun, StopRequest handles them.)"""
-
-    def end(number: int) -> None:
-        raise StopRun(128 + number)
-
-    return stop_signals_call(end)
+def raise_stop(number: int) -> NoReturn:
+    """For stop_signals_call(): end with 130 or 143. (Once training has begun, StopRequest handles the signals.)"""
+    raise StopRun(128 + number)
 
 
 @contextmanager

@@ -210,8 +210,8 @@ def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
 
 
 MEASURED = """
-def _measured(former: Any) -> Any:
-    def resume(self: Any) -> None:
+def _measured(former) -> object:
+    def resume(self: Trainer) -> None:
         former(self)
         held = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         print(f"held for a moment: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held}", flush=True)

@@ -105,7 +105,7 @@ def build_datasets(config: DataConfig):
     return KINDS[config.kind](), Numbers(config, 8, 2, 0.0)
 '''
 RECORD = """
-def record(step: int, batch: Any, request: Any, weight: Any, rank: int, directory: Path) -> None:
+def record(step: int, batch: object, request: object, weight: object, rank: int, directory: Path) -> None:
     import json
 
     line = {"step": step, "items": batch.inputs[:, :2].tolist() if weight else [], "weight": float(weight)}

@@ -25,7 +25,7 @@ from typing import Any
 from ...config_file import available_files
 from ...errors import ConfigError, StopRun, one_line
 from ...files import run_directory, write_json, write_whole
-from ...launching.processes import die_with_parent, stop_signals_end
+from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
 from .. import CommandLine
 
 DESCRIBED = "python platform host libraries devices git_commit global_batch_size num_warm_up_steps".split()
@@ -115,7 +115,7 @@ def main(line: CommandLine) -> int:
     words += line.overrides + SETTINGS
     with run_lock(folder):
         try:
-            with stop_signals_end():
+            with stop_signals_call(raise_stop):
                 _run_rounds(rows, words, options.rounds, folder)
         except StopRun as stop:
             exit_code = stop.code

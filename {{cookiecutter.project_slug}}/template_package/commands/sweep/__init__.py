@@ -27,7 +27,7 @@ from ...config_file import read_settings
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus
-from ...launching.processes import STOPPED, die_with_parent, num_usable_cores, stop_signals_end
+from ...launching.processes import STOPPED, die_with_parent, num_usable_cores, raise_stop, stop_signals_call
 from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import dotted, mean_over_seeds, read_json, read_metrics
@@ -225,7 +225,7 @@ class SweepRunner:
         """Run until no run waits; return the exit code."""
         bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
         try:
-            with stop_signals_end():
+            with stop_signals_call(raise_stop):
                 while self.fill_slots():
                     time.sleep(POLL_SECONDS)
                     for slot, (run, process) in [*self.running.items()]:
