@@ -27,7 +27,7 @@ def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
-    value = value.replace("cuda:", "")  # device=cuda:2
+    value = "auto" if value in ("cuda", "gpu") else value.replace("cuda:", "")  # device=cuda:2
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
@@ -59,10 +59,12 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
     for position, word in enumerate(overrides):
         key, equals, text = word.partition("=")
         if not equals or not key or key[0] in "-+~":
+            from .config import meant  # here, since only a mistake needs it
+
             value = text if equals else "".join(w for w in overrides[position + 1 : position + 2] if "=" not in w)
-            key, value = key.lstrip("-+~").replace("-", "_") or "KEY", value or "VALUE"
-            remedy = our_word(key, value) or f"{key}={value}"
-            raise ConfigError(f"{one_line(word)}: a setting is key=value. Write {remedy}.")
+            remedy = f"Write {meant(key.lstrip('-+~').replace('-', '_') or 'KEY', value or 'VALUE')}."
+            remedy = "A config file is named by --config PATH." if Path(word).suffix in (".yaml", ".py") else remedy
+            raise ConfigError(f"{one_line(word)}: a setting is key=value. {remedy}")
         *sections, name = key.split(".")
         section = settings
         for inner in sections:

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import model as user_model
 from .config import Config
 from .data import build_datasets, create_loader
+from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
@@ -81,7 +82,9 @@ class Trainer:
                 return logger.info(words, self.config.name, self.progress.describe(), ended_by)
             with hang_watch(self.context, self.config.launch, self.directory), StopRequest(self.context) as stop:
                 self.train(stop)
-        stop.exit_unless(self.is_complete)
+        if not self.is_complete and stop.signal_number is not None:
+            logger.info("stopped: the same command continues")
+            raise StopRun(128 + stop.signal_number)
 
     def train(self, stop: StopRequest) -> None:
         """Step by step to the end, or to a request to stop; log, save and evaluate where they are due."""

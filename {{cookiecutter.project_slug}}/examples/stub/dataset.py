@@ -1,7 +1,8 @@
 """YOURS: the data. Here, made-up samples of two inputs and one number to predict: the smallest thing to overwrite.
 
 Replace what is marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and hands each batch to model.py.
-A data set may have `sample_lengths` and `sample_weights`, one number a sample: README.md says what they do.
+A data set may have `sample_lengths` and `sample_weights`, one number a sample, and this file `collate` and
+`read_inputs`, which `predict` needs: README.md says what they do.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """YOURS: the model and its loss. Here, a regression on two inputs: the smallest thing to overwrite.
 
 Replace what is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
-`update_metrics`. Optional functions, which README.md explains: `loss_weight`, `training_metrics`, `evaluate_batch`,
-`build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`, `after_step` and `complete_config`.
+`update_metrics`. Optional functions, which README.md explains: `predict`, `loss_weight`, `training_metrics`,
+`evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`, `after_step` and
+`complete_config`.
 """
 
 from dataclasses import dataclass

@@ -316,26 +316,25 @@ class BatchReader:
         self._requests, self.device = Requests(), context.device
         is_on_cpu = context.device.type == "cpu"
         if config.num_workers != "auto":
-            num_workers = config.num_workers
+            self.num_workers = config.num_workers
         elif context.device.type != "cuda" or self.fetcher.is_quick:
-            num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy computing
+            self.num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy
         else:
-            num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
-        self.num_workers = num_workers
+            self.num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
         self._loader: DataLoader[MicroBatch] | None = None
-        if num_workers or not is_on_cpu:
+        if self.num_workers or not is_on_cpu:
             self._loader = DataLoader(
                 self.fetcher,
                 batch_size=None,  # a request is a whole micro-batch already
                 collate_fn=cast(Any, MicroBatch._make),  # torch's own would turn tuples into lists, arrays into tensors
                 sampler=cast(Any, self._requests),
-                num_workers=num_workers,
-                prefetch_factor=config.prefetch_factor if num_workers else None,
-                persistent_workers=num_workers > 0,
+                num_workers=self.num_workers,
+                prefetch_factor=config.prefetch_factor if self.num_workers else None,
+                persistent_workers=self.num_workers > 0,
                 pin_memory=context.device.type == "cuda",
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 # A rank started by a fork server would start a server for them, and each would import torch anew.
-                multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+                multiprocessing_context="fork" if self.num_workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
             )
 

@@ -14,11 +14,9 @@ from ..data.loader import generators_restored
 from ..errors import ConfigError
 from ..strategies.base import Strategy
 
-FUNCTIONS = (
-    "build_model", "compute_loss", "build_metrics", "update_metrics", "build_optimizer", "loss_weight", "predict",
-    "training_metrics", "evaluate_batch", "learning_rate", "on_epoch_begin", "on_evaluation_end", "after_step",
-    "complete_config", "build_datasets", "collate", "read_inputs", "sample_lengths", "sample_weights", "label_names",
-)  # fmt: skip
+FUNCTIONS = """build_model compute_loss build_metrics update_metrics build_optimizer loss_weight predict
+    training_metrics evaluate_batch learning_rate on_epoch_begin on_evaluation_end after_step complete_config
+    build_datasets collate read_inputs sample_lengths sample_weights label_names""".split()
 RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
 logger = logging.getLogger(__name__)
 _names: set[str] = set()  # of training_metrics(), as its first call has returned them
@@ -76,8 +74,9 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 def tell_of_names(*datasets: Any) -> None:
     """Log the names of model.py, dataset.py and data sets that seem misspelt, and one that replaces a section."""
-    if hasattr(user_model, "learning_rate"):
-        logger.info("learning_rate() of model.py takes the place of the section schedule")
+    for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
+        if hasattr(user_model, name):
+            logger.info("%s() of model.py takes the place of %s", name, keys)
     places = (user_model, user_data, *datasets)
     for name in dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ())):
         close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)

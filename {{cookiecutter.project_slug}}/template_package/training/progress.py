@@ -63,8 +63,7 @@ class Progress:
         """Note the value of an evaluation; True if it is the best so far. patience: of schedule.name=plateau."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
-        is_better = is_better and math.isfinite(value)
-        if is_better:
+        if is_better := is_better and math.isfinite(value):
             self.best, self.best_epoch = {config.metric: value, "step": self.step}, self.current_epoch
         self.epochs_without_improvement = self.current_epoch - self.best_epoch
         self.num_stale = 0 if is_better else self.num_stale + 1

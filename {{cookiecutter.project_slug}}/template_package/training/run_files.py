@@ -60,10 +60,8 @@ def _lock(directory: Path) -> TextIO:
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
     """Log on which devices the run is, and return those of all ranks, on rank 0. All ranks call it."""
-    own = [
-        f"{device}: {torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.machine()}"
-        for device in context.devices
-    ]
+    names = (torch.cuda.get_device_name(d) if d.type == "cuda" else platform.machine() for d in context.devices)
+    own = [f"{device}: {name}" for device, name in zip(context.devices, names, strict=True)]
     devices = [*chain(*(gather_objects(own) or []))]
     for note in context.device_notes:  # of each node: not only rank 0's is of interest
         logger.info("%s", note)

@@ -76,12 +76,6 @@ class StopRequest:
             self._decided.wait()
         return self._begun <= self._limit
 
-    def exit_unless(self, is_complete: bool) -> None:
-        """Raise StopRun(128 + signal number) if the run was asked to stop before it was complete."""
-        if not is_complete and self.signal_number is not None:
-            logger.info("stopped: the same command continues")
-            raise StopRun(128 + self.signal_number)
-
     def _receive(self, number: int) -> None:
         if self._received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
