@@ -113,8 +113,7 @@ class Strategy:
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
-        has_state = bool(self.optimizer.state)
-        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if has_state else {}
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if self.optimizer.state else {}
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
