@@ -16,8 +16,7 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
     is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)
-    options = getattr(config, config.strategy, config.ddp)  # the strategy's own section, if it has one
-    arguments = config.training, context, options
+    arguments = config.training, context, getattr(config, config.strategy, config.ddp)  # its own section, if any
     try:
         strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(*arguments)
     except ModuleNotFoundError as error:

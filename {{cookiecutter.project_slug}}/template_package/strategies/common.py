@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-NOT_LOADED = ("params", "lr", "initial_lr", "weight_decay", "betas", "momentum")  # of a group: `optimizer:` sets them
+NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # of a group: `optimizer:` sets them
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -68,6 +68,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
         return tree_map(lambda part: receive(part, context, like) if isinstance(part, Tensor) else part, value)
 
     for group in (group for group in optimizer.param_groups if group["params"]):
+        group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
         is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
         for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
             options = {key: receive_all(value) for key, value in former.items() if key not in NOT_LOADED}

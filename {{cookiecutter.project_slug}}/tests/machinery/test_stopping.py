@@ -140,9 +140,12 @@ def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Pro
     (project.folder / "seconds_per_evaluation").write_text("0.1", encoding="utf-8")
     with signalled(project, tell_launcher, signal.SIGTERM, after_lines=1, after_seconds=0.5):
         project.run(*words, code=143)
-    assert project.checkpoint("run", 4)["early_stopping"]["is_evaluation_pending"]
+    stopped = project.checkpoint("run", 4)
+    assert stopped["early_stopping"]["is_evaluation_pending"]
     (project.folder / "seconds_per_evaluation").unlink()
     project.run(*words)
+    rates = [group["lr"] for group in project.checkpoint("run", 4)["optimizer"]["param_groups"]]  # no step was made
+    assert rates == [group["lr"] for group in stopped["optimizer"]["param_groups"]]
     assert "run run is complete" in project.run(*words)
     assert [line["step"] for line in project.lines("run", "validation")] == [4]
 

@@ -64,6 +64,7 @@ class Groups:
     def load(self, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
         """Give DeepSpeed's groups the settings of the saved ones that hold the same parameters."""
         for group, names in zip(groups, filter(None, self._trained), strict=True):
+            group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
             former = next((former for former in saved if names[0] in former["params"]), {})
             group.update({key: value for key, value in former.items() if key not in NOT_LOADED})
 
