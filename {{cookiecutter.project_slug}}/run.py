@@ -7,6 +7,7 @@ python run.py evaluate                          the best checkpoint of the run
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,8 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # while torch is imported, Ctrl-C would be lost
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     exit_code = main(sys.argv[1:])
     from template_package.launching.processes import end_process
 

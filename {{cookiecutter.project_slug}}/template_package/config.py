@@ -206,6 +206,7 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
     yield is_doubled and launch.backend != "gloo", "device_ids", rule
     yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
+    yield launch.node_rank >= launch.nodes > 1, "launch.node_rank", "counts from 0. Set one below launch.nodes."
     has_end = config.training.epochs or config.training.max_steps
     yield not has_end, "training.epochs", "needs an end of the run. Set training.max_steps or training.epochs."
     evaluation = config.evaluation
@@ -317,25 +318,18 @@ def _unknown_key(key: str, value: Any) -> str:
     while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
         (name, value), *_ = value.items()
         key = f"{key}.{name}"
-    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
-    close = meant(key, value)
-    other = "config.yaml shows all keys; for one of your own, add a field to ModelConfig or DataConfig."
-    remedy = other if close == f"{key}{typed}" else f"Did you mean {close}?"
-    return f"{one_line(key)}{typed}: there is no such key. {remedy}"
-
-
-def meant(key: str, value: Any) -> str:
-    """The `key=value` that seems to be meant, by its spelling or in another tool's words; or else the same again."""
     keys = [key for key, _ in all_keys()]
     sections = {key.rpartition(".")[0] for key in keys}
-    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     known = keys if value is None else [key for key in keys if (key in sections) == isinstance(value, dict)]
     same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
     close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
     alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.7)  # epoch=3
     close = close or [other for other in known if other.rpartition(".")[2] in alike]
-    ours = None if same else our_word(key, one_line(value))
-    return ours or (f"{close[0]}{typed * (close[0] not in sections)}" if close else f"{key}{typed}")
+    meant = f"{close[0]}{typed * (close[0] not in sections)}" if close else None  # an empty section has no value
+    meant = meant if same else our_word(key, one_line(value)) or meant
+    own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
+    return f"{one_line(key)}{typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
 
 
 def _explain(error: ValidationError) -> str:

@@ -59,10 +59,10 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
     for position, word in enumerate(overrides):
         key, equals, text = word.partition("=")
         if not equals or not key or key[0] in "-+~":
-            from .config import meant  # here, since only a mistake needs it
-
             value = text if equals else "".join(w for w in overrides[position + 1 : position + 2] if "=" not in w)
-            remedy = f"Write {meant(key.lstrip('-+~').replace('-', '_') or 'KEY', value or 'VALUE')}."
+            key, value = key.lstrip("-+~").replace("-", "_") or "KEY", value or "VALUE"
+            full = {k: f"{name}.{k}" for name, keys in settings.items() if isinstance(keys, dict) for k in keys}
+            remedy = f"Write {our_word(key, value) or f'{full.get(key, key)}={value}'}."
             remedy = "A config file is named by --config PATH." if Path(word).suffix in (".yaml", ".py") else remedy
             raise ConfigError(f"{one_line(word)}: a setting is key=value. {remedy}")
         *sections, name = key.split(".")

@@ -74,7 +74,7 @@ def _predict_part(
         for index, *values in zip(request.indices, *lists, strict=True):
             if request.num_samples:
                 row = dict(zip(columns, values, strict=True))
-                if label_names is not None and "label" in row:
+                if label_names is not None and isinstance(row.get("label"), int):
                     row["label"] = label_names[row["label"]]
                 rows[index] = row
     return rows

@@ -25,7 +25,7 @@ STARTED_AT = time.time()  # this file is imported early
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
-STOP_MESSAGE = "asked to stop: saving after this step (Ctrl-C again: at once)"
+STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and has saved its work
