@@ -155,7 +155,7 @@ class TrainLoader:
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
         batches = self._global_batches(epoch, position)
-        # 32 steps at a time: one by one, in caches that a step has filled, each would take four times as long.
+        # 32 steps at a time: one by one, in caches that a step has filled, each would take several times as long.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 

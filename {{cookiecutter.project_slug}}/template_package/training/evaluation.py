@@ -115,9 +115,9 @@ class Evaluator:
         with generators_restored(*self._context.devices):
             halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
         # As exact as 16 bits, TF32 and float32 are: a fresh model's samples have nearly equal losses, which hides much.
-        tolerance = 0.03 if strategy.precision != "fp32" else 1e-3 if self._context.device.type == "cuda" else 2e-5
+        tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
-            words = "warning: the loss is no mean over samples: %.4g for a batch, %.4g for its halves. %s"
+            words = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
             remedy = "If it is a mean over tokens or class weights, README.md tells how: loss_weight(batch, module)."
             logger.warning(words, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):

@@ -150,6 +150,13 @@ def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Pro
     assert [line["step"] for line in project.lines("run", "validation")] == [4]
 
 
+def test_ctrl_c_ends_the_command_even_if_an_import_swallows_it(project: Project) -> None:
+    swallow = "try:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    pass\n"  # torch imports NumPy so
+    project.append("model.py", f"import os\n\n{swallow}")
+    project.run("device_ids=cpu", code=130, command=[sys.executable])
+    assert not project.directory("run").exists()
+
+
 def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:
     for words in (["device_ids=cpu"], ["device_ids=cpu,cpu"]):
         with signalled(project, tell_launcher, signal.SIGINT, after_lines=2):
