@@ -104,7 +104,7 @@ def test_script_says_what_to_type_on_each_node(image_hosts: list[Host]) -> None:
 @pytest.mark.parametrize("words", [["launch.master_addr=127.0.0.1"], ["launch.master_port=0"]])
 def test_meeting_place_that_others_cannot_reach_is_refused(words: list[str], slow_hosts: list[Host]) -> None:
     printed = slow_hosts[0].python(*MEETING, *words).ended(2, timeout=30)
-    assert printed.startswith("error: launch.master_addr=")
+    assert printed.startswith("error: launch.nodes=2: needs an address and a port that all nodes reach. ")
     assert printed.count("\n") == 1
     assert "Add launch.master_addr=ADDRESS launch.master_port=29500" in printed
 
