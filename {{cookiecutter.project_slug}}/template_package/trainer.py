@@ -188,7 +188,7 @@ class Trainer:
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
             self.step_losses.check()
-            with self.average.in_place() if self.average is not None else nullcontext():
+            with self.average.swapped_in() if self.average is not None else nullcontext():
                 values = self.evaluator.run(self.strategy, stop.allows)
                 call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
             progress.is_evaluation_pending = False

@@ -36,7 +36,7 @@ from .datasets import check_dataset, numbers_of
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
-SEED: dict[str, Callable[[int], object]] = {
+SEEDERS: dict[str, Callable[[int], object]] = {
     "python": random.seed,
     "numpy": lambda seed: numpy.random.seed(seed % 2**32),
     "torch": torch.default_generator.manual_seed,
@@ -45,9 +45,9 @@ SEED: dict[str, Callable[[int], object]] = {
 
 # The memory of the generators: CPython's own structs. NumPy's object also keeps the second of two normal numbers.
 _python, _numpy, _start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
-_words = ctypes.c_char * (4 * 625)  # 624 and the position
-_python_words = _words.from_address(id(_python) + _start)
-_numpy_words = _words.from_address(_numpy._bit_generator.ctypes.state_address)
+_Words = ctypes.c_char * (4 * 625)  # 624 words of 32 bits, and the position
+_python_words = _Words.from_address(id(_python) + _start)
+_numpy_words = _Words.from_address(_numpy._bit_generator.ctypes.state_address)
 _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
 
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
@@ -115,8 +115,8 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """`order` with samples of like length in each global batch of `size`, so that little is padded.
 
-    Every WINDOW batches of the order are sorted by length and cut anew, then the epoch's batches are shuffled. The
-    last, shorter one stays as and where it is.
+    Every WINDOW batches of the order are sorted by length and cut anew, then the epoch's batches are shuffled. A
+    shorter last batch stays at the end, unsorted.
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
@@ -314,7 +314,6 @@ class BatchReader:
     def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, seed: int) -> None:
         self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, seed)
         self._requests, self.device = Requests(), context.device
-        is_on_cpu = context.device.type == "cpu"
         if config.num_workers != "auto":
             self.num_workers = config.num_workers
         elif context.device.type != "cuda" or self.fetcher.is_quick:
@@ -322,7 +321,7 @@ class BatchReader:
         else:
             self.num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
         self._loader: DataLoader[MicroBatch] | None = None
-        if self.num_workers or not is_on_cpu:
+        if self.num_workers or context.device.type != "cpu":
             self._loader = DataLoader(
                 self.fetcher,
                 batch_size=None,  # a request is a whole micro-batch already
@@ -387,9 +386,9 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
 
 
 def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "numpy")) -> None:
-    """Seed the generators of these names in SEED."""
+    """Seed the generators of these names in SEEDERS."""
     for name in names:
-        SEED[name](seed)
+        SEEDERS[name](seed)
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:

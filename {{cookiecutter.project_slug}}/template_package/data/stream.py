@@ -80,12 +80,12 @@ class StreamLoader(TrainLoader):
         return {"pass": number, "turn": 0, "parts": parts}
 
     def _go_to(self, place: dict[str, Any]) -> None:
-        """Read on from there, by all workers in turn."""
+        """Restart reading at `place`, with batches from the workers in turn."""
         self._pass, self._turn, self._parts = place["pass"], 0, [*place["parts"]]
 
         def requests() -> Iterator[Request]:
             self._reader.fetcher.set_epoch(place["pass"])  # Hugging Face's workers share it: not all of them at once
-            for number in count():  # the first to each worker names its place; those before the turn ask for no item
+            for number in count():  # a worker's first request names its place; before the turn, it asks for no item
                 part = place["parts"][number] if number < len(place["parts"]) else None
                 yield Request(place["pass"], [], [], self._size * (number >= place["turn"]), 0.0, False, part)
 

@@ -159,8 +159,9 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     built, driver = torch.version.cuda or "", nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
     if built and driver < int(built.partition(".")[0]):
         problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
-        command = "python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-        raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or, for CUDA 12, type: {command}")
+        wheel = f"torch=={torch.__version__.partition('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
+        remedy = f"for CUDA 12, type: python -m pip install --force-reinstall {wheel}"
+        raise ConfigError(f"{problem}. Install a newer driver, set device_ids=cpu, or, {remedy}")
     present, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:

@@ -119,7 +119,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0, and return its result on every rank. All ranks raise its exception too."""
+    """Call `function` on rank 0, and return its result on every rank. If it raises, all ranks do."""
     value, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

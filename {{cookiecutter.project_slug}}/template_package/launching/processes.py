@@ -173,7 +173,7 @@ def reset_signals() -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started in the body begin with the stop signals blocked, which would otherwise kill a fork server."""
+    """Block the stop signals: processes started in the body inherit that. They would kill a fork server that starts."""
     resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -134,7 +134,7 @@ class Strategy:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load such a state dict, which rank 0 has."""
+        """Load a state dict of get_weights() on all ranks; rank 0 holds it whole."""
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(receive(weights[name], self.context, tensor))
 
@@ -183,7 +183,7 @@ class Strategy:
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """`loss * weight`, without the product where the weight is known to be 1."""
+    """`loss * weight`; where the weight is the number 1, `loss` itself, which saves a kernel."""
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
 

@@ -81,7 +81,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Every rank holds all weights, so that its forward passes wait for nobody."""
+        """Inside this context each rank keeps all weights, so ranks may run different numbers of forward passes."""
         for unit in self._sharded():
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()

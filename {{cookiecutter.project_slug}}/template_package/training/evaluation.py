@@ -118,7 +118,7 @@ class Evaluator:
         tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
             words = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
-            remedy = "If it is a mean over tokens or class weights, README.md tells how: loss_weight(batch, module)."
+            remedy = "For tokens or class weights define loss_weight(); all terms must be means over the same: README."
             logger.warning(words, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded (try ClasswiseWrapper): %s", others)

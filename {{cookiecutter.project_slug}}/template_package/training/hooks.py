@@ -73,7 +73,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Log the names of model.py, dataset.py and data sets that seem misspelt, and one that replaces a section."""
+    """Log the names of model.py, dataset.py and data sets that seem misspelt, and functions that replace a key."""
     for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
         if hasattr(user_model, name):
             logger.info("%s() of model.py takes the place of %s", name, keys)

@@ -79,7 +79,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights of one step more. The first ones are the average."""
+        """Update the average with the present weights; the first call copies them."""
         if self.is_begun:
             self._average_fn(self._average, self._weights, 0)  # 0: of no use to an exponential average
         else:
@@ -87,7 +87,7 @@ class WeightAverage:
         self.is_begun = True
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside this context the model has the averaged weights."""
         if not self.is_begun:
             yield
@@ -100,12 +100,12 @@ class WeightAverage:
 
     def get_weights(self) -> dict[str, Tensor]:
         """The state dict of the averaged model on the CPU; all ranks call it, rank 0's is whole."""
-        with self.in_place():  # on the CPU the state dict shares memory with the model
+        with self.swapped_in():  # on the CPU the state dict shares memory with the model
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         self.is_begun = True
-        with self.in_place():
+        with self.swapped_in():
             self._strategy.set_weights(weights)
 
     @torch.no_grad()

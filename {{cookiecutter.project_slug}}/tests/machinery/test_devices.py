@@ -318,7 +318,8 @@ def test_driver_that_is_too_old_for_torch_is_told_with_the_command(monkeypatch: 
     for device_ids in ("auto", "auto:2", [0]):
         message = refusal(device_ids, nvml)
         assert "is built for CUDA 13.0, and this driver ends at CUDA 12" in message and message.count("\n") == 0
-        assert message.endswith("torch --index-url https://download.pytorch.org/whl/cu126")
+        same = torch.__version__.partition("+")[0]
+        assert message.endswith(f"torch=={same} --index-url https://download.pytorch.org/whl/cu126")
 
 
 def test_old_card_beside_others_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

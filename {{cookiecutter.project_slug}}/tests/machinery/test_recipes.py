@@ -26,6 +26,7 @@ BLOCKS = {
     if (match := re.match(r"(?P<title>.*)\n(?:.*\n)*?```python\n(?P<code>(?:.*\n)*?)```", section))
 }
 NOTEBOOK, CROPS = "Work in a notebook", "Draw random crops from a token file"
+SCRIPT = "Check it against my old script"
 WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
 
@@ -45,10 +46,10 @@ def add(project: Project, title: str) -> None:
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 15
+    assert len(BLOCKS) == 16
 
 
-@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS)])
+@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS, SCRIPT)])
 def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     if "torchvision" in BLOCKS[title] and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
@@ -83,6 +84,21 @@ def test_notebook_recipe_trains(image_project: Project) -> None:
     words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
     assert image_project.json("notebook", "summary.json")["steps"] == 4
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_old_script_has_the_losses_of_the_project(image_project: Project, devices: str) -> None:
+    words = [sys.executable, "-c", BLOCKS[SCRIPT]]
+    script = subprocess.run(
+        words, cwd=image_project.folder, env=clean_environment(), check=True, capture_output=True, text=True
+    )
+    losses = [float(line) for line in script.stdout.split()]
+    section = TEXT[TEXT.index(f"## {SCRIPT}") :]
+    command = re.search(r"```sh\npython run.py (.*?)```", section, re.DOTALL)
+    assert command is not None
+    image_project.run(*command[1].replace("\\", "").split(), f"device_ids={devices}")
+    assert [line["loss"] for line in image_project.lines("new")] == pytest.approx(losses, rel=1e-5)  # 2.5e-7 was seen
+    assert len(losses) == 40 and losses[-1] < 0.9 * losses[0]
 
 
 def test_crops_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:

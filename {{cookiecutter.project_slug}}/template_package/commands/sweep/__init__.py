@@ -33,7 +33,7 @@ from .. import CommandLine
 from ..report import dotted, mean_over_seeds, read_json, read_metrics
 
 POLL_SECONDS = 0.3
-DONE = ("complete", "pruned")
+ENDED_WELL = ("complete", "pruned")
 Number = Annotated[Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))]
 Choices = Annotated[list[Any], Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -197,7 +197,7 @@ class SweepRunner:
         self.study, self.space = self.search.open_study(self.folder, self.sweep.seed, self.mode)
         for trial in self.study.trials:
             run = self.add(trial.params, Trial(self.study, trial._trial_id))
-            if trial.state.is_finished() and run.status not in DONE:
+            if trial.state.is_finished() and run.status not in ENDED_WELL:
                 self.settle(run, exit_code=0)  # a kill came between the study and sweep.json
             self.tell(run)
 
@@ -210,7 +210,7 @@ class SweepRunner:
         former = next((former for former in self.former if former["settings"] == settings), None)
         if former is not None:
             self.former.remove(former)
-            is_done = self.is_same and former["status"] in DONE
+            is_done = self.is_same and former["status"] in ENDED_WELL
             run = Run(**former) if is_done else Run(former["name"], settings)
         self.trials[run.name] = trial  # of optuna's study
         self.runs.append(run)
@@ -248,7 +248,7 @@ class SweepRunner:
                 bar.close()
             for _, process in self.running.values():
                 process.kill()  # those that a second Ctrl-C found running
-        return int(any(run.status not in DONE for run in self.runs))
+        return int(any(run.status not in ENDED_WELL for run in self.runs))
 
     def describe(self, run: Run) -> str:
         """Its step, time left and last metrics, from its log."""
@@ -301,7 +301,7 @@ class SweepRunner:
 
     def tell(self, run: Run) -> None:
         """Tell optuna the result of a run that is done."""
-        if self.search is None or run.status not in DONE:
+        if self.search is None or run.status not in ENDED_WELL:
             return
         from optuna.trial import TrialState
 
