@@ -17,8 +17,13 @@ if [[ -z ${NNODES:-} || -z $NODE_RANK || -z ${MASTER_ADDR:-} ]]; then
   done
   exit 2
 fi
+MASTER_PORT=${MASTER_PORT:-29500}
+if [[ ! $NNODES =~ ^[1-9][0-9]*$ || ! $NODE_RANK =~ ^[0-9]+$ || ! $MASTER_PORT =~ ^[1-9][0-9]*$ ]] || ((NODE_RANK >= NNODES)); then
+  echo "error: NNODES=$NNODES NODE_RANK=$NODE_RANK MASTER_PORT=$MASTER_PORT: must be numbers; the nodes are 0 to NNODES - 1." >&2
+  exit 2
+fi
 
-echo "node $NODE_RANK of $NNODES: waiting until all nodes reach $MASTER_ADDR:${MASTER_PORT:-29500}" >&2
+echo "node $NODE_RANK of $NNODES: waiting until all nodes reach $MASTER_ADDR:$MASTER_PORT" >&2
 # Static, because torchrun's default rendezvous (c10d) takes each node's address from its host name, often 127.0.0.1.
 exec "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" --rdzv-backend=static --nnodes="$NNODES" --node-rank="$NODE_RANK" \
-  --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" "$@"
+  --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$@"

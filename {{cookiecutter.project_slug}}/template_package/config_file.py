@@ -3,6 +3,7 @@
 It needs neither torch nor the user's files, so that run.py can start the fork server before those are imported.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
-    value = "auto" if value in ("cuda", "gpu") else value.replace("cuda:", "")  # device=cuda:2
+    value = "auto" if value in ("cuda", "gpu") else re.sub(r"cuda:|[\[\] ]", "", value)  # device=cuda:2, gpus=[0, 2]
+    ours = ours.replace("=auto:{}", "") if ours and "," in value else ours  # gpus=0,2 are ids, gpus=2 is their number
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
@@ -56,15 +58,14 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    for position, word in enumerate(overrides):
-        key, equals, text = word.partition("=")
-        if not equals or not key or key[0] in "-+~":
-            value = text if equals else "".join(w for w in overrides[position + 1 : position + 2] if "=" not in w)
-            key, value = key.lstrip("-+~").replace("-", "_") or "KEY", value or "VALUE"
-            full = {k: f"{name}.{k}" for name, keys in settings.items() if isinstance(keys, dict) for k in keys}
-            remedy = f"Write {our_word(key, value) or f'{full.get(key, key)}={value}'}."
-            remedy = "A config file is named by --config PATH." if Path(word).suffix in (".yaml", ".py") else remedy
-            raise ConfigError(f"{one_line(word)}: a setting is key=value. {remedy}")
+    if flags := " ".join(word for word in overrides if not re.match("[^-+~=][^=]*=", word)):
+        full = {k: f"{name}.{k}" for name, keys in settings.items() if isinstance(keys, dict) for k in keys}
+        found = re.findall(r"[-+~]*([^\s=]+)[\s=]?([^-\s]\S*)?", flags)  # --key value, --key=value, --key
+        pairs = [(key.replace("-", "_"), value or "VALUE") for key, value in found]
+        ours = " ".join(our_word(key, value) or f"{full.get(key, key)}={value}" for key, value in pairs)
+        raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {ours}.")
+    for word in overrides:
+        key, _, text = word.partition("=")
         *sections, name = key.split(".")
         section = settings
         for inner in sections:
@@ -80,7 +81,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{source}{line}: not readable as YAML ({one_line(error)}). Correct it there.") from None
+        raise ConfigError(f"{source}{line}: not readable as YAML ({one_line(error)}). Correct or quote it.") from None
 
 
 def _null(text: str, is_quoted: bool = False) -> str | None:

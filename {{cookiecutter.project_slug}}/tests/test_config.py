@@ -17,6 +17,12 @@ OWN_SECTIONS = ("data", "model")
 Refuse = Callable[..., str]
 
 
+@pytest.fixture(autouse=True)
+def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without your complete_config(), which may read data that are not on this machine."""
+    monkeypatch.delattr(user_model, "complete_config", raising=False)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file with your own sections of config.yaml and no tracker; the rest is left to the defaults in code."""

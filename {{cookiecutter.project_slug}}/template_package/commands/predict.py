@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 def main(line: CommandLine) -> int:
     if len(line.rest) != 1:
-        raise ConfigError(f"predict {' '.join(line.rest)}: takes one input, a file or a 'sentence in quotes'.")
+        raise ConfigError(f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'.")
     for file, module, name in (("dataset.py", user_data, "read_inputs"), ("model.py", user_model, "predict")):
         if not hasattr(module, name):
             raise ConfigError(f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns.")

@@ -36,10 +36,8 @@ class Evaluator:
 
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
-        max_samples = None if max_batches is None else max_batches * size
-        self._loader = EvaluationLoader(dataset, config.loader, context, name, max_samples)
-        self._config, self._context, self._split = config.evaluation, context, name
-        self._model_config = config.model
+        self._loader = EvaluationLoader(dataset, config.loader, context, name, max_batches and max_batches * size)
+        self._config, self._model_config, self._context, self._split = config.evaluation, config.model, context, name
         self._label_names: list[str] = getattr(dataset, "label_names", None) or []
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples

@@ -54,9 +54,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [{**group, "initial_lr": config.learning_rate} for group in groups if group["params"]]
-    # One kernel for all tensors instead of several for each: a third of a small model's step.
-    has_kernel = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
-    fused = True if has_kernel else None  # None: torch's own choice among the others
+    # One kernel for all tensors instead of several for each: a third of a small model's step. None: torch chooses.
+    fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters) or None
     beta1, beta2 = config.betas  # beta1 is SGD's momentum
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)

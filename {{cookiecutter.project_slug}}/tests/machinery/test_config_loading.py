@@ -210,7 +210,12 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
         ("logging.tracker=aim", "must be one of"),
         ("logging.tracker=[tensorboard,wand]", "logging.tracker=tensorboard, wand: must be one of none, mlflow, "),
         ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),
-        ("=3", "Write KEY=3"),
+        ("=3", "a setting is key=value"),
+        ("schedule.min_learning_rate=1", "schedule.min_learning_rate=1.0: must be at most optimizer.learning_rate"),
+        ("launch.node_rank=1", "launch.node_rank=1: must be below launch.nodes"),
+        ("--batch_size 64 --lr 1e-3 --amp", "together) optimizer.learning_rate=1e-3 training.precision=bf16."),
+        ("--gpus 0,2", "Write device_ids=0,2."),
+        ("gpus=[0,2]", "Did you mean device_ids=0,2?"),
         ("optimizer.betas=0,${x}", "is not replaced"),
         ("name=" + "x" * 101, "name=xxx"),
         ("schedule.milestones=0.5,1.5", "schedule.milestones=1.5: must be"),
@@ -330,4 +335,4 @@ def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> No
     assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not ours.endswith("=N") and "auto:2" not in ours:
-        load_config(ROOT / "config.yaml", [ours])
+        load_config(ROOT / "config.yaml", ["launch.nodes=2", ours])

@@ -82,4 +82,4 @@ def test_the_input_is_any_word_but_a_setting() -> None:
 @pytest.mark.parametrize("words", [[], ["name=a"], ["two", "words"]])
 def test_one_input_is_needed(project: Project, words: list[str]) -> None:
     output = project.run("predict", *words, code=2)
-    assert output.startswith("error: predict ") and "takes one input" in output and "in quotes" in output
+    assert output.startswith("error: predict") and "takes one input: a FILE" in output

@@ -26,7 +26,7 @@ BLOCKS = {
     if (match := re.match(r"(?P<title>.*)\n(?:.*\n)*?```python\n(?P<code>(?:.*\n)*?)```", section))
 }
 NOTEBOOK, CROPS = "Work in a notebook", "Draw random crops from a token file"
-SCRIPT = "Check it against my old script"
+SCRIPT, BOTH = "Check it against my old script", "See both losses at each evaluation"
 WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
 
@@ -46,10 +46,10 @@ def add(project: Project, title: str) -> None:
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 16
+    assert len(BLOCKS) == 17
 
 
-@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS, SCRIPT)])
+@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS, SCRIPT, BOTH)])
 def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     if "torchvision" in BLOCKS[title] and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
@@ -84,6 +84,23 @@ def test_notebook_recipe_trains(image_project: Project) -> None:
     words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
     assert image_project.json("notebook", "summary.json")["steps"] == 4
+
+
+def test_both_losses_are_those_of_their_parts(image_project: Project) -> None:
+    section = TEXT[TEXT.index(f"## {BOTH}") :]
+    blocks = re.findall(r"```python\n# (\S+)\n((?:.*\n)*?)```", section)[:2]
+    imports = {"dataset.py": "from typing import NamedTuple\n\n", "model.py": "from typing import Any\n\n"}
+    for file, code in blocks:
+        image_project.append(file, imports[file] + code)
+    words = ["evaluation.metric=validation_loss", "evaluation.mode=min", "data.shift_probability=0", *WORDS]
+    image_project.run(*words)
+    line = image_project.lines("baseline", "validation")[-1]
+    assert line["loss"] == pytest.approx((line["training_loss"] + line["validation_loss"]) / 2, rel=1e-5)
+    for name in ("model.py", "dataset.py"):
+        shutil.copy(ROOT / PACKAGE / name, image_project.folder / PACKAGE)
+    image_project.run("evaluate", *WORDS, "evaluation.checkpoint=last")
+    loss = image_project.json("baseline", "evaluation.json")["loss"]
+    assert line["validation_loss"] == pytest.approx(loss, rel=1e-5) and line["training_loss"] != loss
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
