@@ -307,6 +307,8 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator
                 yield from _check_keys(section_settings, types[name], f"{key}.")
             else:
                 yield f"{key}={one_line(value)}: {key} is a section. Set its keys: {key}.KEY=VALUE"
+        elif "${" in str(value):
+            yield f"{key}={one_line(value)}: ${{…}} is not replaced by anything. Write the value itself."
         elif isinstance(value, str) and _takes_list(types[name]):
             settings[name] = [part.strip() for part in value.split(",")]
 
@@ -356,6 +358,6 @@ def _mistake(key: str, known: dict[str, Any], problems: list[Any]) -> str:
     rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or").split(", unable")[0]
     if close := _close(str(value).lower(), re.findall(r"'(\w+)'", rule)):
         return f"{typed}: {rule}. Did you mean {key}={close}?"
-    default = known[key].default
+    default = known[key].default_factory() if callable(known[key].default_factory) else known[key].default
     remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
     return f"{typed}: {rule}. {remedy}"

@@ -51,7 +51,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name the config file: --config PATH.") from None
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name a file that exists.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: holds no settings. Write each as a line of the form key: value.")
     return set_words(settings, overrides)
@@ -85,6 +85,4 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _null(text: str, is_quoted: bool = False) -> str | None:
-    if "${" in text:
-        raise ConfigError(f"{one_line(text)}: ${{…}} is not replaced by anything. Write the value itself.")
     return None if text.lower() in ("null", "~", "") and not is_quoted else text

@@ -87,12 +87,12 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
     source: a .npy file of one image, (8, 8), or of several, (N, 8, 8), with values from 0 to 16.
     """
     try:
-        array = numpy.load(Path(source), allow_pickle=False)
+        array = numpy.lib.format.open_memmap(source, mode="c")  # no pickles
         images = scale(array.reshape(-1, *array.shape[-2:]))
         if images.shape[2:] != (8, 8) or not len(images):
             raise ValueError(f"its shape is {array.shape}")
     except Exception as error:  # a file that is no array fails anywhere in NumPy's reader
-        rule = f"must hold an array (8, 8) or (N, 8, 8) ({error})"
+        rule = f"must be a .npy file with an array (8, 8) or (N, 8, 8) ({error})"
         raise ConfigError(f"predict {source}: {rule}. Use numpy.save.") from None
     names = [f"{Path(source).name}[{index}]" for index in range(len(images))]
     return Digits(images, torch.zeros(len(images), dtype=torch.long)), names

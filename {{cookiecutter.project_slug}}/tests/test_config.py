@@ -99,7 +99,7 @@ def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
         ("--training.epochs 3", "Write training.epochs=3"),
         ("--training.epochs=3", "Write training.epochs=3"),
         ("training.epochs 3", "Write training.epochs=3"),
-        ("seed=${x}", "is not replaced"),
+        ("training.epochs=${x}", "training.epochs=${x}: ${…} is not replaced"),
         ("launch.backend=nccl device_ids=cpu", "launch.backend=nccl: NCCL has no CPU ranks"),
         ("device_ids=[0,0]", "launch.backend=gloo"),
     ],
@@ -116,7 +116,7 @@ def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(words: str, r
         ("name: a\nname: b", "name: this key is set twice"),
         ("{name: a", "line 1"),
         ("name: a\n\tseed: 1", "line 2"),
-        ("name: '${oc.env:HOME}'", "is not replaced"),
+        ("name: '${oc.env:HOME}'", "name=${oc.env:HOME}: ${…} is not replaced"),
         (b"name: caf\xe9", "cannot be read"),
     ],
 )

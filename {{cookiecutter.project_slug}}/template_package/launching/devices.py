@@ -90,7 +90,7 @@ def take_devices(
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
     remedy = "Ask for fewer, or set device_ids=cpu, cpu,cpu for two, launch.share_gpus=true or launch.wait_minutes=30."
-    raise ConfigError("\n".join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
+    raise ConfigError(("\n" if gpus.present else " ").join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
 
 
 def _take_named(wanted: list[int], gpus: Gpus) -> Devices:

@@ -78,8 +78,7 @@ class Tracking:
         self._is_main, self._first_step, self._total_steps = context.is_main, step, total_steps
         self._started = time.perf_counter()
         self._trackers: dict[str, Any] = {}
-        wanted = config.logging.progress_bar
-        is_hidden = None if wanted == "auto" else not wanted  # None: unless the console is a terminal
+        is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]  # None: if no terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
         options: dict[str, Any] = {"file": console(), "disable": is_hidden if context.is_main else True, "miniters": 1}
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"

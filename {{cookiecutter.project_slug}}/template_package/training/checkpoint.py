@@ -84,7 +84,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is damaged, or
     not a checkpoint; OSError if the disk does not answer: an older one would be taken for the newest.
     """
@@ -96,11 +96,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION or not state.keys() >= KEYS:
             raise ValueError(f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights")
     except FileNotFoundError:
-        raise ConfigError(f"checkpoint {path} does not exist. Name an existing file, or train first.") from None
+        remedy = "Name an existing file, or train first; without evaluations set evaluation.checkpoint=last."
+        raise ConfigError(f"{source}{path} does not exist. {remedy}") from None
     except Exception as error:  # a damaged file fails anywhere in the readers; a foreign one may hold anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a flipped bit can make an impossible offset
             raise
-        raise ConfigError(f"checkpoint {path} cannot be used ({one_line(error)}). Remove it or name another.") from None
+        raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another.") from None
     return state
 
 
@@ -137,7 +138,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Fou
     if not paths and wanted in ("auto", "never"):
         return None
     if not paths:
-        state, source = load_checkpoint(Path(wanted)), f"checkpoint.resume={wanted}"
+        state, source = load_checkpoint(Path(wanted), "checkpoint.resume="), f"checkpoint.resume={wanted}"
         remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
         check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
         return Found(state, is_other_run=True)

@@ -128,8 +128,7 @@ def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_
             store.set(HANG, "1")
         except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
             return
-        path = directory / "logs" / f"rank_{context.rank}.log"
-        with suppress(OSError), path.open("a", encoding="utf-8") as log:
+        with suppress(OSError), (directory / "logs" / f"rank_{context.rank}.log").open("a", encoding="utf-8") as log:
             faulthandler.dump_traceback(log)
         time.sleep(2 * interval)  # the other ranks write their stacks too, before the first end kills them
         problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"

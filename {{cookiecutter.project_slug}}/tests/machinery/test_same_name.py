@@ -108,6 +108,8 @@ def test_best_checkpoint_is_taken_where_it_is_the_only_one(project: Project) -> 
     best = project.json("run", "summary.json")["best"]["step"]
     project.rewind("run", 0, "resumed")
     assert "checkpoint.resume=never" in project.run(*words, "name=resumed", "checkpoint.resume=never", code=2)
+    missing = project.run(*words, "name=other", "checkpoint.resume=no.pt", code=2)
+    assert "error: checkpoint.resume=no.pt does not exist. " in missing
     assert "learning_rate: 0.01 -> 1.0" in project.run(*words, "name=resumed", "optimizer.learning_rate=1", code=2)
     (project.directory("resumed") / "summary.json").unlink()  # a killed run has none
     assert best == 21 or f"resuming after step {best}" in project.run(*words, "name=resumed")

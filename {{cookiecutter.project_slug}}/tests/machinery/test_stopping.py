@@ -157,6 +157,11 @@ def test_ctrl_c_ends_the_command_even_if_an_import_swallows_it(project: Project)
     assert not project.directory("run").exists()
 
 
+def test_sigterm_before_training_ends_with_143(project: Project) -> None:
+    project.append("model.py", "import os\n\nos.kill(os.getpid(), 15)")
+    project.run("device_ids=cpu", code=143, command=[sys.executable])
+
+
 def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:
     for words in (["device_ids=cpu"], ["device_ids=cpu,cpu"]):
         with signalled(project, tell_launcher, signal.SIGINT, after_lines=2):
