@@ -110,7 +110,7 @@ def test_several_nodes_need_a_place_to_meet() -> None:
     for words, rule in (
         (["launch.nodes=2"], needed),
         (["launch.nodes=2", "launch.master_addr=10.0.0.1"], needed),
-        (["launch.nodes=2", "launch.node_rank=2"], "launch.node_rank=2: counts from 0"),
+        (["launch.nodes=2", "launch.node_rank=2"], "launch.node_rank=2: must be below launch.nodes"),
     ):
         with pytest.raises(ConfigError, match=rule):
             find_node(load_config(Path(ROOT / "config.yaml"), words), {})
