@@ -200,29 +200,25 @@ class Trainer:
     def save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
-            progress = self.progress
-            self.step_losses.check(self.strategy.local_weights(), progress.step)
-            state = collect_state(self.strategy, progress, self.config, self.average, self.loader.place)
+            self.step_losses.check(self.strategy.local_weights(), self.progress.step)
+            state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.place)
             beat()  # the disk has the whole of launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
-            if not is_best:
-                progress.saved = progress.step, progress.is_evaluation_pending
             beat()
 
     def resume(self) -> None:
         """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
-        found = read_on_main(lambda: find_run(self.config, self.checkpoints, self.context.attempt))
-        if found is not None:  # the epoch of the last step, counted from 0
-            self.begin_epochs(found.state["epoch"] if found.state["position"] else found.state["epoch"] - 1)
-        load_run(found, self.strategy, self.progress, self.config, self.average)
-        if found is not None and not found.is_other_run:
-            states = found.state["random_states"]  # of other ranks too: StreamLoader refuses their places
-            self.loader.place = states[self.context.rank % len(states)].get("place", self.loader.place)
-        if found is not None and not self.is_complete:
+        state = read_on_main(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
+        if state:  # the epoch of the last step, counted from 0
+            self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
+            places = [of_rank.get("place") for of_rank in state["random_states"]]
+            self.loader.place = places[self.context.rank % len(places)]  # of other ranks too: StreamLoader refuses them
+        load_run(state, self.strategy, self.progress, self.config, self.average)
+        if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
             for key in ("epochs", "max_steps"):
-                former, now = found.state["config"]["training"][key], getattr(self.config.training, key)
+                former, now = state["config"]["training"][key], getattr(self.config.training, key)
                 if former != now:
                     logger.info("training.%s was %s, is %s: the schedule has the new length", key, former, now)
 
@@ -236,9 +232,9 @@ class Trainer:
         return is_changed
 
     def finish(self) -> None:
-        """Save the last step if that is due; end the loader's workers and the tracker; write summary and weights."""
+        """Save the last step; end the loader's workers and the tracker; write summary and weights."""
         times = self.clock.summary(self.progress.num_samples_seen)
-        if self.progress.step and self.progress.saved != (self.progress.step, self.progress.is_evaluation_pending):
+        if self.progress.step:
             self.save()
         self.loader.close()
         if self.profiler is not None:

@@ -14,7 +14,7 @@ from ..launching.distributed import RankContext, from_main, rank_context
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import CheckpointFolder, Found, check_same, check_shapes, load_checkpoint, read_on_main
+from ..training.checkpoint import CheckpointFolder, check_same, check_shapes, load_checkpoint, read_on_main
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
@@ -56,9 +56,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
     """A checkpoint's state, its weights under the config's strategy, and what build() returns; all ranks call it."""
-    found = read_on_main(lambda: Found(load_checkpoint(path) | {"optimizer": {}}))
-    assert found is not None
-    state = found.state
+    state = read_on_main(lambda: load_checkpoint(path) | {"optimizer": {}})
     name, run = f"checkpoint {path}", path.absolute().parents[1]
     remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
     check_same(state["config"], to_dict(config), ("model",), name, remedy)

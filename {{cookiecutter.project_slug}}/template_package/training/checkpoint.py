@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -66,11 +66,11 @@ class CheckpointFolder:
             for old in former[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
-    def load_first(self, paths: list[Path]) -> tuple[Path, dict[str, Any]] | None:
-        """The first of these checkpoints that can be read, and its state; None without any."""
+    def load_first(self, paths: list[Path]) -> dict[str, Any] | None:
+        """The state in the first of these checkpoints that can be read; None without any."""
         for path in paths:
             try:
-                return path, load_checkpoint(path)
+                return load_checkpoint(path)
             except ConfigError as error:
                 logger.warning("%s Another one is tried.", error)
         return None
@@ -105,30 +105,21 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     return state
 
 
-class Found(NamedTuple):
-    state: dict[str, Any]  # to continue from
-    is_best: bool = False  # read from best.pt, since no step's checkpoint could be read
-    is_other_run: bool = False  # named by checkpoint.resume=PATH
-
-
-def read_on_main(read: Callable[[], Found | None]) -> Found | None:
-    """The result of `read` on rank 0; on the others, which may share no disk, with meta tensors as its weights."""
-    kept: list[Found | None] = []
+def read_on_main(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The state that `read` returns on rank 0; on the others, which may share no disk, with meta tensors as weights."""
+    kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
-        kept.append(found := read())
-        if found is None:
-            return pack(())
+        kept.append(state := read())
         to_meta = partial(tree_map, lambda value: value.to("meta") if isinstance(value, Tensor) else value)
-        parts = {key: to_meta(found.state[key]) for key in ("model", "optimizer", "average") if key in found.state}
-        return pack(tuple(found._replace(state=found.state | parts)))
+        return pack(state | {key: to_meta(state[key]) for key in ("model", "optimizer", "average") if key in state})
 
-    received = unpack(from_main(outline))
-    return kept[0] if kept else Found(*received) if received else None
+    received: dict[str, Any] = unpack(from_main(outline))
+    return kept[0] if kept else received
 
 
-def find_run(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Found | None:
-    """The state to continue from, or None for a new run."""
+def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, attempt: int) -> dict[str, Any]:
+    """The state to continue from, empty for a new run."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # it was about files from before the first start
         wanted = "auto"
@@ -136,23 +127,22 @@ def find_run(config: Config, checkpoints: CheckpointFolder, attempt: int) -> Fou
         problem = f"a new run would replace {weights}, and no checkpoint is left to continue from"
         raise ConfigError(f"name={config.name}: {problem}. Choose another name=…, or remove {run}.")
     if not paths and wanted in ("auto", "never"):
-        return None
+        return {}
     if not paths:
         state, source = load_checkpoint(Path(wanted), "checkpoint.resume="), f"checkpoint.resume={wanted}"
         remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
         check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
-        return Found(state, is_other_run=True)
+        return progress.state_for_this_run(state)
     if wanted == "never":
         raise ConfigError(f"checkpoint.resume=never: {run} holds checkpoints. Choose another name=…, or remove {run}.")
-    if (readable := checkpoints.load_first(paths)) is None:
+    if (own := checkpoints.load_first(paths)) is None:
         problem = f"none of its {len(paths)} checkpoints can be read"
         raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
-    path, state = readable
-    check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
-    if wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
+    check_same(own["config"], to_dict(config), DECISIVE, f"name={config.name}")
+    if wanted not in ("auto", own["config"]["checkpoint"]["resume"]):
         remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
         raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
-    return Found(state, is_best=path == checkpoints.best)
+    return own
 
 
 def check_same(
@@ -172,27 +162,24 @@ def check_same(
 
 
 def load_run(
-    found: Found | None, strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
+    state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
     """Load weights, optimizer, counts and random states; ConfigError if they are another model's, or of other data."""
     context = strategy.context
-    if found is not None:
-        state = found.state
+    if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files do not tell
-        if not found.is_other_run and former != progress.num_samples:
+        if former != progress.num_samples:
             words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
         if average is not None and "average" in state:
             average.set_weights(state["average"])
-        progress.load_state_dict(state, is_other_run=found.is_other_run)
-        if not found.is_best and not found.is_other_run:
-            progress.saved = progress.step, progress.is_evaluation_pending
+        progress.load_state_dict(state)
     # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
     seed_generators(derive_seed(config.seed, -1 - context.rank, progress.step))
-    if found is not None and len(found.state["random_states"]) == context.world_size:
-        set_random_states(found.state["random_states"][context.rank], *context.devices)
+    if state and len(state["random_states"]) == context.world_size:
+        set_random_states(state["random_states"][context.rank], *context.devices)
 
 
 def collect_state(

@@ -28,7 +28,6 @@ class Progress:
     num_stale: int = 0  # evaluations since the best one, or since the last drop of the learning rate
     num_drops: int = 0  # of the learning rate, where the metric has come to a plateau
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
-    saved: tuple[int, bool] | None = None  # step and is_evaluation_pending of the last checkpoint, best.pt aside
 
     def count_step(self) -> int:
         """Count one global batch more, and return its number of samples: the last of an epoch may be shorter."""
@@ -91,22 +90,23 @@ class Progress:
         counts = {key: getattr(self, key) for key in ("step", "epoch", "position", "best")}
         return {**counts, "early_stopping": {key: getattr(self, key) for key in EARLY_STOPPING}}
 
-    def load_state_dict(self, state: dict[str, Any], *, is_other_run: bool = False) -> None:
-        """Continue from a checkpoint. Of another run's, which may have had other batches, only the position counts."""
-        if is_other_run and self.num_samples == sys.maxsize:
-            return  # a stream, whose place is its own
-        self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
-        if is_other_run:
-            size = self.global_batch_size
-            if self.position >= self.num_samples:  # that run had more data
-                self.epoch, self.position = self.epoch + 1, 0
-            self.position -= self.position % size
-            self.step = self.epoch * -(-self.num_samples // size) + self.position // size
-            self.best_epoch = self.epoch
-            return
-        self.best = state["best"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.epoch, self.position, self.best = (state[key] for key in ("step", "epoch", "position", "best"))
         for key in EARLY_STOPPING:  # older files hold fewer
             setattr(self, key, state["early_stopping"].get(key, getattr(self, key)))
+
+    def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Another run's checkpoint as this run begins with it: at the same place, with steps of this run's batches."""
+        size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
+        if position >= self.num_samples:  # that run had more data
+            epoch, position = epoch + 1, 0
+        if self.num_samples == sys.maxsize:  # a stream begins anew
+            epoch, position = 0, 0
+        steps = epoch * -(-self.num_samples // size) + position // size
+        counts = {"step": steps, "epoch": epoch, "position": position - position % size}
+        random_states = [own | {"place": None} for own in state["random_states"]]
+        early_stopping = {"best_epoch": epoch}
+        return state | counts | {"best": None, "early_stopping": early_stopping, "random_states": random_states}
 
 
 class StepClock:

@@ -101,8 +101,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
         return summary
     checkpoints = CheckpointFolder(directory / "checkpoints")
     paths = sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best)
-    if readable := checkpoints.load_first(paths):
-        _, state = readable
+    if (state := checkpoints.load_first(paths)) is not None:
         summary["best"] = state["best"]  # best.pt may come from steps that a crash lost and that were repeated
         export_weights(state.get("average", state["model"]), strategy.module, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
