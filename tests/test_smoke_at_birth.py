@@ -256,9 +256,9 @@ def find_run(*arguments, **options):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("return None", "did not resume"),
+        ("return {}", "did not resume"),
         (
-            "if found: found.state['model'] = {name: 0 * weight for name, weight in found.state['model'].items()}",
+            "if found: found['model'] = {name: 0 * weight for name, weight in found['model'].items()}",
             "the resumed run's loss is",
         ),
     ],
