@@ -174,7 +174,7 @@ def test_file_that_a_killed_process_left_half_written_is_removed(project: Projec
 
 
 def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Project) -> None:
-    project.append("training/checkpoint.py", "def find_run(*_: Any, **__: Any) -> None:\n    return None")
+    project.append("training/checkpoint.py", "def find_run(*_: Any, **__: Any) -> dict[str, Any]:\n    return {}")
     output = project.run("smoke", code=1)
     assert "smoke test: FAILED" in output and "the second run did not resume after step 2" in output
     assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]
