@@ -241,16 +241,6 @@ def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
     assert "square_avg" in state["state"]["0.weight"]
 
 
-def test_what_is_no_optimizer_is_refused(project: Project) -> None:
-    own = (
-        "def build_optimizer(model: nn.Module, config: Any) -> Any:\n"
-        "    return [torch.optim.SGD(model.parameters(), lr=0.1), None]\n\n\n"
-    )
-    project.edit("model.py", "def rank()", own + "def rank()")
-    output = project.run(code=2)
-    assert "build_optimizer() in model.py returned a NoneType: it must return a torch optimizer" in output
-
-
 NO_FLOAT64 = """
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
