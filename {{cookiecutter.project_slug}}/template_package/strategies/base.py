@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .common import WHOLE, checkpoint_activations, receive, resolve_precision, set_optimizer_state
+from .common import WHOLE, checkpoint_activations, receive, set_optimizer_state
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -39,7 +39,7 @@ class Strategy:
         torch.backends.cudnn.allow_tf32 = config.tf32
         torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
-        self.precision = resolve_precision(config.precision, context.device)
+        self.precision = config.precision.replace("auto", "fp32")  # settle_precision() has resolved it
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:

@@ -22,19 +22,14 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # of a group: `optimizer:` sets them
 
 
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision, with `auto` resolved: bf16 on GPUs from Ampere on, fp16 on older ones, fp32 elsewhere."""
-    if precision != "auto" or device.type != "cuda":
-        return precision.replace("auto", "fp32")
-    return "bf16" if torch.cuda.get_device_capability(device)[0] >= 8 else "fp16"  # 8: Ampere
-
-
 def settle_precision(config: Config, context: RankContext) -> Config:
-    """The config with `auto` resolved for all ranks together: by the least able of their devices."""
-    choices: tuple[Literal["fp32"], Literal["fp16"], Literal["bf16"]] = ("fp32", "fp16", "bf16")
-    own = min(choices.index(resolve_precision(config.training.precision, device)) for device in context.devices)
-    common = int(all_reduce(torch.tensor(own, device=context.device), dist.ReduceOp.MIN))
-    return replace(config, training=replace(config.training, precision=choices[common]))
+    """The config with `auto` resolved: bf16 if all ranks have GPUs from Ampere on, fp16 for older ones, else fp32."""
+    if config.training.precision != "auto":
+        return config
+    generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
+    oldest = int(all_reduce(torch.tensor(min(generations), device=context.device), dist.ReduceOp.MIN))
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"  # 8: Ampere
+    return replace(config, training=replace(config.training, precision=precision))
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from template_package.config import DdpConfig, TrainingConfig
+from template_package.config import DdpConfig, TrainingConfig, load_config
 from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.strategies.common import resolve_precision
+from template_package.strategies.common import settle_precision
 from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.training.checks import StepLosses, checksum
 
-from conftest import Project
+from conftest import ROOT, Project
 
 
 class Block(nn.Linear):
@@ -67,7 +67,7 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
     strategy = prepared(nn.Linear(4, 4), precision=precision)
     assert backward(strategy).dtype == dtype
     assert strategy.module.weight.dtype == torch.float32
-    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+    assert settle_precision(load_config(ROOT / "config.yaml"), RankContext()).training.precision == "fp32"
 
 
 def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None:
