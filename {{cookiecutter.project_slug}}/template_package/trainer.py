@@ -159,7 +159,7 @@ class Trainer:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
         if self.clock.end_first_step() or (every and progress.step % every == 0):
-            check_replicas(self.strategy.replicas(with_buffers=every is not None), progress.step, self.context.device)
+            check_replicas(self.strategy.module, progress.step, self.context)
         if self.is_next_logged:  # decided before the step, since train_step() needs it
             self.log(sums, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking)

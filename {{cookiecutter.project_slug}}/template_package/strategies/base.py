@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
@@ -167,16 +166,6 @@ class Strategy:
             remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."
             problem = f"{', '.join(unused)} got no gradient, and ranks wait for all"
             raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}")
-
-    def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
-        """The tensors that must be equal on every rank, by name: neither parts nor BatchNorm's statistics."""
-        if self.context.world_size == 1:
-            return {}
-        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
-        tensors |= self.module.named_buffers() if with_buffers else {}
-        norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)]
-        own = {id(buffer) for norm in norms for buffer in norm.buffers()}  # each rank's until they are synchronized
-        return {name: t for name, t in tensors.items() if id(t) not in own and not isinstance(t, DTensor)}
 
     def close(self) -> None:
         """End the connections that the strategy has opened besides the process group. All ranks call it."""

@@ -119,10 +119,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         model: nn.Module = self.model if self._stage == 3 else self.module
         return model
 
-    def replicas(self, *, with_buffers: bool) -> dict[str, Tensor]:
-        """The tensors that DDP names; none in stage 3, where each rank holds a part."""
-        return {} if self._stage == 3 else super().replicas(with_buffers=with_buffers)
-
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes from before stage 3 left empty tensors."""
         return self._shapes

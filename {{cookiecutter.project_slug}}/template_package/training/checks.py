@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import model as user_model
 from ..data.loader import MicroBatch, TrainLoader, generators_restored
@@ -161,16 +162,18 @@ class StepLosses:
         return mean
 
 
-def check_replicas(tensors: dict[str, Tensor], step: int, device: torch.device) -> None:
-    """RuntimeError, on every rank, that names the first tensor which is not the same to the bit on all of them."""
-    if not tensors:
+def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
+    """RuntimeError, on every rank, that names the first weight which is not the same to the bit on all of them."""
+    # Not the parts that FSDP (DTensors) and ZeRO leave on each rank (weights without elements).
+    weights = {name: p for name, p in module.named_parameters() if p.numel() and not isinstance(p, DTensor)}
+    if context.world_size == 1 or not weights:
         return
-    sums = torch.stack([checksum(tensor).to(device) for tensor in tensors.values()])
+    sums = torch.stack([checksum(weight).to(context.device) for weight in weights.values()])
     # Two's complement: the largest of -x is minus the smallest of x, so one MAX compares both ends.
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
-    for name, is_different in zip(tensors, (largest != -negated_smallest).tolist(), strict=True):
+    for name, is_different in zip(weights, (largest != -negated_smallest).tolist(), strict=True):
         if is_different:
-            remedy = "compute_loss must call model(...), nothing else may change weights or, rank by rank, buffers"
+            remedy = "compute_loss must call model(...), and nothing else may change weights"
             raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
 
 

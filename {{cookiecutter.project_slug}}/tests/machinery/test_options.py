@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from template_package.config import DdpConfig, TrainingConfig, load_config
+from template_package.config import TrainingConfig, load_config
 from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.strategies.common import settle_precision
-from template_package.strategies.ddp import DistributedDataParallelStrategy
 from template_package.training.checks import StepLosses, checksum
 
 from conftest import ROOT, Project
@@ -185,13 +184,6 @@ def test_checksum_tells_constants_and_single_bits_apart(dtype: torch.dtype) -> N
     flipped.view(-1).view(torch.uint8)[-1] = 1
     assert len({int(checksum(tensor)) for tensor in (zeros, ones, flipped)}) == 3
     assert checksum(ones.t()) == checksum(ones) and checksum(ones[0, 0]) != checksum(zeros[0, 0])
-
-
-def test_comparison_of_replicas_includes_buffers_that_no_checkpoint_holds() -> None:
-    strategy = DistributedDataParallelStrategy(TrainingConfig(), RankContext(world_size=2), DdpConfig())
-    strategy.module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    strategy.module.register_buffer("codebook", torch.zeros(3), persistent=False)
-    assert set(strategy.replicas(with_buffers=True)) == {"0.weight", "0.bias", "1.weight", "1.bias", "codebook"}
 
 
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
