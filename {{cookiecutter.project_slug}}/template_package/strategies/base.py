@@ -26,6 +26,7 @@ class Strategy:
 
     model: nn.Module
     module: nn.Module
+    evaluation_model: nn.Module  # that evaluation calls: no gradients are shared there, so mostly the bare one
     optimizer: Optimizer
     has_collective_forward = False  # whether forward waits for the other ranks: all then need micro-batches of one size
     needs_all_gradients = False  # whether every rank must have a gradient for each trained parameter
@@ -53,6 +54,7 @@ class Strategy:
             checkpoint_activations(self.module)
         if self.config.compile:
             self.module.compile()  # in place: names stay plain
+        self.evaluation_model = self.module
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
         if build_optimizer is not None:
@@ -140,11 +142,6 @@ class Strategy:
     def local_weights(self) -> list[Tensor]:
         """The parameters that this rank holds: all of them whole, or its parts."""
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
-
-    @property
-    def evaluation_model(self) -> nn.Module:
-        """The module that evaluation calls: no gradients are shared there, so mostly the bare one."""
-        return self.module
 
     def gathered(self) -> AbstractContextManager[None]:
         """Inside this context ranks may run different numbers of forward passes, as generation does."""

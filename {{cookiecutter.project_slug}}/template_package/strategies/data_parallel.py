@@ -30,11 +30,9 @@ class DataParallelStrategy(Strategy):
     def wrap(self, module: nn.Module) -> nn.Module:
         if self.num_devices == 1:
             return module
-        return _DataParallel(module, device_ids=self.context.devices, output_device=self.context.device)
-
-    @property
-    def evaluation_model(self) -> nn.Module:
-        return self.model  # all devices evaluate too
+        wrapper = _DataParallel(module, device_ids=self.context.devices, output_device=self.context.device)
+        self.evaluation_model = wrapper  # all devices evaluate too
+        return wrapper
 
 
 class _DataParallel(ShowsModule, nn.DataParallel[nn.Module]):

@@ -67,6 +67,8 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         with changed_environment({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
             parts = self._deepspeed.initialize(model=self.module, optimizer=optimizer, config=settings)
         self.model, self.optimizer = parts[:2]
+        if self._stage == 3:
+            self.evaluation_model = self.model  # which gathers the weights
         if optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, self.module, groups, self.context)
             # DeepSpeed's own scaler clips scaled gradients, and lets each rank skip its part of a step alone.
@@ -112,12 +114,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if max_gradient_norm is None:
             return None
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
-
-    @property
-    def evaluation_model(self) -> nn.Module:
-        """The bare module; in stage 3 the engine, which gathers its weights."""
-        model: nn.Module = self.model if self._stage == 3 else self.module
-        return model
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes from before stage 3 left empty tensors."""
