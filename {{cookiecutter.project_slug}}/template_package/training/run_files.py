@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,10 +76,8 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
     machine = {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
-    libraries, git_commit = {}, None
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            libraries[name] = version(name)
+    libraries = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
+    git_commit = None
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         git_commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
