@@ -22,13 +22,12 @@ class DataParallelStrategy(Strategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, _: DdpConfig) -> None:
         super().__init__(config, context)
-        self.num_devices = len(context.devices)
         for key in ("compile", "activation_checkpointing", "sync_batchnorm"):
-            if self.num_devices > 1 and getattr(config, key):
+            if len(context.devices) > 1 and getattr(config, key):
                 raise ConfigError(f"training.{key}=true: nn.DataParallel cannot do it. Set false, or strategy=ddp.")
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        if self.num_devices == 1:
+        if len(self.context.devices) == 1:
             return module
         wrapper = _DataParallel(module, device_ids=self.context.devices, output_device=self.context.device)
         self.evaluation_model = wrapper  # all devices evaluate too

@@ -90,10 +90,10 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
     """Write summary.json and the best weights, and return the summary. All ranks call it, rank 0 writes."""
     context = strategy.context
-    peaks = gather_objects([_peak_memory_mib(device) for device in context.devices])
-    summary |= {"world_size": context.world_size, "num_devices": strategy.num_devices, "device_ids": config.device_ids}
+    peaks = [*chain(*(gather_objects([_peak_memory_mib(device) for device in context.devices]) or []))]
+    summary |= {"world_size": context.world_size, "num_devices": len(peaks), "device_ids": config.device_ids}
     summary |= {"strategy": config.strategy, "precision": strategy.precision}
-    summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": [*chain(*(peaks or []))]}
+    summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": peaks}
     if not context.is_main:
         return summary
     checkpoints = CheckpointFolder(directory / "checkpoints")
