@@ -29,12 +29,9 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
         with torch.no_grad():
             means = training_metrics(outputs, batch)
         is_right = isinstance(means, Mapping) and all(isinstance(v, Tensor) and v.dim() == 0 for v in means.values())
-        if not is_right or RESERVED & means.keys():
-            rule = f"it must return a dict of 0-dim tensors, none of them named {', '.join(sorted(RESERVED))}"
-            raise ConfigError(f"training_metrics() in model.py: {rule}.")
-        if _names and set(means) != _names:
-            change = f"{sorted(_names)}, then {sorted(means)}"
-            raise ConfigError(f"training_metrics() in model.py returned {change}. Return the same names each time.")
+        if not is_right or RESERVED & means.keys() or (_names and means.keys() != _names):
+            rule = f"a dict of 0-dim tensors with the same names each time, none of them {', '.join(sorted(RESERVED))}"
+            raise ConfigError(f"training_metrics() in model.py: it must return {rule}.")
         _names.update(means)
         figures |= {name: value.detach().to(loss.device) for name, value in means.items()}
     return figures
