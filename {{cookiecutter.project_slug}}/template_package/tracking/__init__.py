@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +31,6 @@ from ..launching.distributed import RankContext
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 logger = logging.getLogger(__name__)
-_console: TextIO | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
         is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]  # None: if no terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
-        options: dict[str, Any] = {"file": console(), "disable": is_hidden if context.is_main else True, "miniters": 1}
+        console = getattr(sys.stderr, "console", sys.stderr)  # not _Tee: the bar is not for the log
+        options: dict[str, Any] = {"file": console, "disable": is_hidden if context.is_main else True, "miniters": 1}
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
         self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, **options)
         if context.is_main:
@@ -171,19 +171,13 @@ def _as_image(picture: Any) -> Any:
     return Image.fromarray((pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy())  # refuses other shapes
 
 
-def console() -> TextIO:
-    """The original stderr, which rank_logs() replaces; the progress bar is drawn there."""
-    return _console or sys.stderr
-
-
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     """Inside this context, the words of this rank go to logs/rank_<r>.log; so does the reason if the body fails."""
-    global _console  # noqa: PLW0603 - a process has one stdout and one stderr
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore of the system, which a killed rank would leave behind
-    streams, package = (sys.stdout, sys.stderr), logging.getLogger(__name__.partition(".")[0])
+    package = logging.getLogger(__name__.partition(".")[0])
     former_handlers, package.propagate = package.handlers, False
     package.setLevel(logging.INFO)
     with ExitStack() as undo:
@@ -192,17 +186,18 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
         package.handlers = [logging.StreamHandler(log)]
         package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         if context.is_main:
-            _console = sys.stderr
-            package.addHandler(logging.StreamHandler(_Tee(sys.stdout)))
-            sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+            console = sys.stderr
+            package.addHandler(logging.StreamHandler(_Tee(sys.stdout, console)))
+            undo.enter_context(redirect_stdout(_Tee(sys.stdout, console, log)))
+            undo.enter_context(redirect_stderr(_Tee(sys.stderr, console, log)))
         else:
-            _console = undo.enter_context(os.fdopen(os.dup(2), "w", encoding="utf-8", buffering=1))
             for descriptor in (1, 2):
                 former = os.dup(descriptor)
                 os.dup2(log.fileno(), descriptor)
                 undo.callback(os.close, former)
                 undo.callback(os.dup2, former, descriptor)
-            sys.stdout = sys.stderr = log
+            undo.enter_context(redirect_stdout(log))
+            undo.enter_context(redirect_stderr(log))
         place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
         now, host = time.strftime("%Y-%m-%d %H:%M:%S"), f"host={socket.gethostname()}"
         print(now, host, f"pid={os.getpid()}", *place, file=log)
@@ -215,9 +210,8 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            sys.stdout, sys.stderr = streams
             faulthandler.disable()
-            _console, package.handlers = None, former_handlers
+            package.handlers = former_handlers
 
 
 class _LogFile(io.FileIO):
@@ -230,10 +224,13 @@ class _LogFile(io.FileIO):
 
 
 class _Tee:
-    """A text stream that also writes to the log, above the progress bar. Attributes it lacks are the stream's own."""
+    """A text stream that also writes to the log, above the progress bar. Attributes it lacks are the stream's own.
 
-    def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
-        self._stream, self._log, self._held = stream, log, ""
+    console: the original stderr, where the bar is drawn.
+    """
+
+    def __init__(self, stream: TextIO, console: TextIO, log: TextIO | None = None) -> None:
+        self.console, self._stream, self._log, self._held = console, stream, log, ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -248,7 +245,7 @@ class _Tee:
         if getattr(tqdm, "_instances", None) and "\r" not in text:  # the bar would be drawn over a part of a line
             self._held = text[text.rfind("\n") + 1 :]
             text = text.removesuffix(self._held)
-        with tqdm.external_write_mode(file=console()):
+        with tqdm.external_write_mode(file=self.console):
             self._stream.write(text)
             self._stream.flush()
         if self._log is not None:
