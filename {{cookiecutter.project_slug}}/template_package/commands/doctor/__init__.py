@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import tempfile
 import time
 import tomllib
@@ -141,15 +140,6 @@ def check_open_files(_: Machine) -> Iterator[Finding]:
     """The number of files that a process may have open: loader workers hand over each tensor as one."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding("open files", _grade(limit, fine=1024, enough=256), f"at most {limit}")
-
-
-def check_hostname(_: Machine) -> Iterator[Finding]:
-    """The address of the host's name: torchrun and SLURM let nodes meet by their names."""
-    name = socket.gethostname()
-    try:
-        yield Finding("hostname", "ok", f"{name} is {socket.gethostbyname(name)}")
-    except OSError as error:
-        yield Finding("hostname", "warning", f"{name} has no address ({error.strerror})")
 
 
 def check_disk(_: Machine) -> Iterator[Finding]:
@@ -287,7 +277,6 @@ CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
     ("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
     ("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
     ("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
-    ("hostname", check_hostname, "Add a line with its address (one node: 127.0.1.1) and its name to /etc/hosts."),
     ("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
     ("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
     ("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
