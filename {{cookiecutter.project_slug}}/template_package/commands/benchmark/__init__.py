@@ -1,12 +1,10 @@
 """`python run.py benchmark`: measures each way to train your model on your data that this machine allows.
 
-Each run is a command of its own, `run.py benchmark measure DIRECTORY …`, so that it starts as a training does: torch is
-imported in functions.
+Each run is an ordinary training of some steps, and its own files hold what is measured.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -14,27 +12,31 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from ...config_file import available_files
 from ...errors import ConfigError, StopRun, one_line
-from ...files import run_directory, write_json, write_whole
+from ...files import RUNS_FOLDER, run_directory, write_json, write_whole
+from ...launching.devices import find_gpus, take_devices
 from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
+from ...training.run_files import run_lock
 from .. import CommandLine
+from ..report import read_json, read_metrics
 
-DESCRIBED = "python platform host libraries devices git_commit global_batch_size num_warm_up_steps".split()
-# Nothing but training steps. In a warm-up no row learns: one that does not train at all would look like the others.
-SETTINGS = """schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
-    launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.max_steps=null
+DESCRIBED = "python platform host libraries devices git_commit global_batch_size".split()
+# Nothing but training steps, and a checkpoint at their end. The rate is constant: in a warm-up no row learns, and one
+# that does not train at all would look like the others.
+SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
+    launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.epochs=null
     training.early_stopping_epochs=null training.check_replicas_every_steps=null evaluation.every_epochs=null
-    evaluation.every_steps=null checkpoint.every_epochs=null checkpoint.every_steps=null checkpoint.resume=never
-    logging.every_steps=1000000000 logging.tracker=none logging.progress_bar=false logging.profile_steps=null""".split()
+    evaluation.every_steps=null checkpoint.every_epochs=null checkpoint.every_steps=1000000000 checkpoint.resume=never
+    logging.tracker=none logging.report=false logging.progress_bar=false logging.profile_steps=null""".split()
+NUM_WARM_UP_STEPS = 10
 
 TOLERANCE = 0.02  # of losses, relative: rounding and other random numbers make less
 TABLE = """
@@ -46,8 +48,9 @@ ROW = (
 )
 LEGEND = """
 Medians of {rounds} runs; {steps} steps of {global_batch_size} samples, after {num_warm_up_steps} others.
-spread: slowest - fastest run. start-up: from the command to the end of the first step. MiB/rank: of the largest rank.
-waiting: for data. loss: mean of the last steps; (!): the row learned less than half as much as the first.
+spread: slowest - fastest run. start-up: to the end of the first step, without torchrun's own. MiB/rank: of the largest
+rank. waiting: for data and for the start of the workers that read it. loss: mean of the last lines in metrics.jsonl;
+(!): the row learned less than half as much as the first.
 """
 
 
@@ -92,18 +95,8 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 def main(line: CommandLine) -> int:
     """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
-    if line.rest[:1] == ["measure"] and len(line.rest) == 2:
-        die_with_parent()  # torchrun, when killed, leaves its ranks behind
-        line = replace(line, command="train")
-        line.load_config()  # starts the fork server before torch is imported here, as a training does
-        from .measure import run_fn
-
-        return line.launch(partial(run_fn, Path(line.rest[1])))
     if line.rest:
         raise ConfigError(f"{one_line(' '.join(line.rest))}: benchmark takes settings of the form key=value only.")
-    from ...launching.devices import find_gpus, take_devices
-    from ...training.run_files import run_lock
-
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
     visible = find_gpus(os.environ).visible
@@ -111,8 +104,9 @@ def main(line: CommandLine) -> int:
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     script, options = Path(__file__).parents[3] / "run.py", vars(config)["benchmark"]
-    words = [str(script), "benchmark", "measure", str(folder / "run"), "--config", str(line.config_path)]
-    words += line.overrides + SETTINGS
+    words = [str(script), "--config", str(line.config_path), *line.overrides, *SETTINGS]
+    words += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
+    words += [f"logging.every_steps={max(1, options.steps // 10)}"]
     with run_lock(folder):
         try:
             with stop_signals_call(raise_stop):
@@ -146,12 +140,14 @@ def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path
 
 def _run_once(row: Row, words: list[str], folder: Path) -> None:
     """Add a run to row.runs, or set row.reason and keep what the run printed."""
-    directory, log, started_at = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log", time.time()
+    directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
     command = [sys.executable, *row.launcher, *words, *row.words]
-    die = partial(die_with_parent, os.getpid())
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, preexec_fn=die)  # noqa: PLW1509
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)}, start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no other thread holds a lock
+        )  # fmt: skip
         try:
             process.wait()
         finally:
@@ -162,14 +158,21 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
             process.wait()
     if process.returncode == 0:
-        run: dict[str, Any] = {}
-        for name in ("environment", "summary", "measured"):
-            run |= json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
-        run["startup_seconds"] = run.pop("first_step_at") - started_at
-        row.runs.append(run)
+        row.runs.append(read_run(directory))
     else:
         reason = find_reason(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {process.returncode}"
         row.reason = f"{reason} ({log.name})"
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The figures of a run. Speeds are those between two lines of metrics.jsonl, without the first steps."""
+    run, lines = read_json(directory / "environment.json"), read_metrics(directory)["train"]
+    run |= read_json(directory / "summary.json")
+    speed = median(line["samples_per_second"] for line in lines if line["step"] > NUM_WARM_UP_STEPS)
+    run |= {"samples_per_second": speed, "seconds_per_step": run["global_batch_size"] / speed}
+    run["waiting_share"] = run["seconds_waiting_for_data"] / run["train_seconds"]
+    losses = [line["loss"] for line in lines]
+    return run | {"first_loss": mean(losses[:3]), "final_loss": mean(losses[-3:])}
 
 
 def find_reason(output: str) -> str:
@@ -210,7 +213,7 @@ def as_markdown(report: dict[str, Any]) -> str:
         run = rows[0]["runs"][0]
         lines += ["; ".join([*run["devices"], run["platform"], f"torch {run['libraries']['torch']}"]), TABLE]
         lines += [ROW.format(**row, mark="(!)" * row["is_loss_wrong"]) for row in rows]
-        lines += [LEGEND.format(**(run | report))]
+        lines += [LEGEND.format(**(run | report), num_warm_up_steps=NUM_WARM_UP_STEPS)]
     if report["not_run"]:
         lines += ["Not run:", "", *(f"- {row['name']}: {row['reason']}" for row in report["not_run"]), ""]
     if sound := [row for row in rows if not row["is_loss_wrong"]]:
