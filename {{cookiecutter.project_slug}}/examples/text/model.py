@@ -175,7 +175,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def build_metrics(config: ModelConfig) -> "MetricCollection":
     """The metrics that evaluation reports beside the loss, by name; `evaluation.metric` picks one of them.
 
-    From a confusion_matrix it writes the scores of each class, as text and as a picture.
+    A confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix

@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .. import model as user_model
 from ..config import Config, differing_keys, to_dict
+from ..config_file import available_files
 from ..data import build_datasets
 from ..errors import ConfigError
 from ..files import run_directory, write_json
@@ -47,8 +49,8 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
         result = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"], **values}
         if context.is_main:
             write_json(directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples})
-            if report is not None:
-                logger.info("%s", Path(f"{report}.txt").read_text(encoding="utf-8"))
+            if report is not None and "report" in available_files("commands"):
+                logger.info("%s", import_module(".report", __package__).class_table(report))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
             place = f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples)"
             logger.info("%s: %s", place, figures)

@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
@@ -26,8 +26,7 @@ from ..strategies.base import Strategy
 from .hooks import figures_of
 from .stopping import Interrupted, beat
 
-CONFUSION_MATRIX = "confusion_matrix"  # the metric of build_metrics() from which a report is written
-SCORES = ("precision", "recall", "f1")
+CONFUSION_MATRIX = "confusion_matrix"  # the metric of build_metrics() that is written to reports/
 logger = logging.getLogger(__name__)
 
 
@@ -130,13 +129,15 @@ class Evaluator:
             raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={better}.")
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
-        """Write the scores of each class, if there is a confusion matrix; the path without suffix. Rank 0 writes."""
+        """Write the confusion matrix, if there is one, and return the path of its file. Rank 0 writes."""
         if CONFUSION_MATRIX not in self._values or not self._context.is_main:
             return None
-        stem = directory / "reports" / f"{self._split}_{checkpoint}"
+        path = directory / "reports" / f"{self._split}_{checkpoint}.json"
+        path.parent.mkdir(exist_ok=True)
         title = f"{self._split}, checkpoint {checkpoint} (step {step})"
-        write_class_scores(stem, title, self._values[CONFUSION_MATRIX], self._label_names)
-        return stem
+        matrix = {"confusion_matrix": self._values[CONFUSION_MATRIX]}  # [i][j]: samples of class i, predicted as j
+        write_json(path, {"title": title, "label_names": self._label_names, **matrix})
+        return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
         """Numbers by name, or nested lists of them, the same on every rank. The metrics begin anew.
@@ -188,35 +189,3 @@ class EvaluationLoader:
             indices = piece or [0]
             requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
         return self._reader.read(requests)
-
-
-def class_scores(matrix: list[list[int]], label_names: Sequence[str]) -> list[dict[str, Any]]:
-    """{"label", "precision", "recall", "f1", "support"} of each class, and of their means below; 0 / 0 counts as 0.
-
-    matrix[i][j]: samples of class i that were predicted as class j.
-    """
-    counts = torch.tensor(matrix, dtype=torch.float64)
-    correct, support, predicted = counts.diag(), counts.sum(1), counts.sum(0)
-    pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
-    scores = torch.stack([part / whole.clamp(min=1) for part, whole in pairs], 1)  # (classes, 3)
-    means = {"macro average": scores.mean(0), "weighted average": support @ scores / support.sum().clamp(min=1)}
-    names = [*map(str, label_names[: len(matrix)]), *map(str, range(len(label_names), len(matrix)))]
-    rows = zip([*names, *means], [*scores, *means.values()], [*support, support.sum(), support.sum()], strict=True)
-    return [
-        {"label": name, **dict(zip(SCORES, row.tolist(), strict=True)), "support": int(num_samples)}
-        for name, row, num_samples in rows
-    ]
-
-
-def write_class_scores(stem: Path, title: str, matrix: list[list[int]], label_names: Sequence[str]) -> None:
-    """Write <stem>.json, and .txt for people. The page of `run.py report` draws the matrix."""
-    rows = class_scores(matrix, label_names)
-    stem.parent.mkdir(exist_ok=True)
-    write_json(Path(f"{stem}.json"), {"title": title, "classes": rows, "confusion_matrix": matrix})
-    lines = [title, f"{'':24}precision  recall      f1  support"]
-    for row in rows:
-        lines.append(f"{row['label'][:24]:24}" + "".join(f"{row[s]:8.4f}" for s in SCORES) + f"{row['support']:9}")
-    lines += ["", "rows: true class; columns: predicted class"]
-    for row, counts in zip(rows, matrix, strict=False):
-        lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
-    Path(f"{stem}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -11,6 +11,8 @@ import torch
 from workload import dataset as workload_data
 from workload import model as workload_model
 
+from template_package.commands.report import class_table
+
 from conftest import Project
 
 
@@ -121,11 +123,10 @@ def test_best_evaluation_of_a_run_is_reported_by_class(project: Project) -> None
     report = project.json("run", "reports/validation_best.json")
     step = project.json("run", "summary.json")["best"]["step"]
     assert report["title"] == f"validation, checkpoint best (step {step})"
-    assert [row["label"] for row in report["classes"][:2]] == ["低", "high"]
-    assert report["classes"][0]["support"] + report["classes"][1]["support"] == 37
+    assert report["label_names"] == ["低", "high"] and sum(map(sum, report["confusion_matrix"])) == 37
     printed = project.run("evaluate")
     assert project.json("run", "reports/validation_best.json") == report
-    assert (project.directory("run") / "reports" / "validation_best.txt").read_text(encoding="utf-8") in printed
+    assert class_table(project.directory("run") / "reports" / "validation_best.json") in printed
 
 
 def test_other_data_than_the_runs_is_told(project: Project) -> None:

@@ -1,4 +1,4 @@
-"""A report says of each class what scikit-learn would, as JSON, text and picture."""
+"""A report says of each class what scikit-learn would, on the page and on the console."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from template_package.training.evaluation import class_scores, write_class_scores
+from template_package.commands.report import class_scores, class_table
 
 MATRIX = [[5, 1, 0, 2], [2, 7, 1, 0], [0, 0, 0, 3], [0, 0, 0, 0]]
 NAMES = ["天气", "food", "très long", "ラーメン"]
+REPORT = {"title": "a title", "label_names": NAMES, "confusion_matrix": MATRIX}
 
 
 def test_scores_are_those_of_the_definitions() -> None:
-    *classes, macro, weighted = class_scores(MATRIX, NAMES)
+    *classes, macro, weighted = class_scores(REPORT)
     scores = [(c["precision"], c["recall"], c["f1"], c["support"]) for c in classes]
     assert scores == [(5 / 7, 5 / 8, 10 / 15, 8), (7 / 8, 7 / 10, 14 / 18, 10), (0, 0, 0, 3), (0, 0, 0, 0)]
     assert macro["recall"] == pytest.approx((5 / 8 + 7 / 10) / 4)
@@ -29,7 +30,7 @@ def test_scores_are_those_of_scikit_learn() -> None:
     options = {"labels": range(4), "target_names": NAMES, "output_dict": True, "zero_division": 0}
     theirs = metrics.classification_report(true, predicted, **options)
     names = {"macro average": "macro avg", "weighted average": "weighted avg"}
-    for entry in class_scores(MATRIX, NAMES):
+    for entry in class_scores(REPORT):
         expected = theirs[names.get(entry["label"], entry["label"])]
         found = {"f1-score": entry["f1"], **{key: entry[key] for key in ("precision", "recall", "support")}}
         assert found == pytest.approx(expected)
@@ -37,14 +38,12 @@ def test_scores_are_those_of_scikit_learn() -> None:
 
 def test_classes_without_a_name_have_their_number_and_names_too_many_are_left_out() -> None:
     for names, expected in (([], list("0123")), (["a", "b"], ["a", "b", "2", "3"]), (list("abcdef"), list("abcd"))):
-        assert [row["label"] for row in class_scores(MATRIX, names)] == [*expected, "macro average", "weighted average"]
+        rows = class_scores(REPORT | {"label_names": names})
+        assert [row["label"] for row in rows] == [*expected, "macro average", "weighted average"]
 
 
-def test_files_hold_the_report(tmp_path: Path) -> None:
-    stem = tmp_path / "reports" / "validation_my.v2"
-    write_class_scores(stem, "a title", MATRIX, NAMES)
-    content = json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
-    assert content == {"title": "a title", "classes": class_scores(MATRIX, NAMES), "confusion_matrix": MATRIX}
-    lines = Path(f"{stem}.txt").read_text(encoding="utf-8").splitlines()
+def test_table_holds_scores_and_matrix(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(REPORT), encoding="utf-8")
+    lines = class_table(tmp_path / "a.json").splitlines()
     assert lines[0] == "a title" and lines[3].split() == ["food", "0.8750", "0.7000", "0.7778", "10"]
     assert lines[-3].split() == ["food", "2", "7", "1", "0"]

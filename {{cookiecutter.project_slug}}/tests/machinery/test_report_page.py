@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from template_package.commands.report import mean_over_seeds, read_metrics, write_report
-from template_package.training.evaluation import write_class_scores
 
 from conftest import Project
 
@@ -107,7 +106,9 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
         line = {"split": "validation", "step": 3, "epoch": 1, EVIL: 1.0, "$\\frac{": 2.0, "実験": 3}
         file.write(json.dumps(line) + "\n")
-    write_class_scores(directory / "reports" / "validation_best", EVIL, [[1, 2], [0, 4]], [EVIL, "b"])
+    (directory / "reports").mkdir()
+    report = {"title": EVIL, "label_names": [EVIL, "b"], "confusion_matrix": [[1, 2], [0, 4]]}
+    (directory / "reports" / "validation_best.json").write_text(json.dumps(report), encoding="utf-8")
     (directory / "media").mkdir()
     for step in (1, 20, 300, 4000):
         (directory / "media" / f"step_{step:08d}_a_b.txt").write_text(f"{EVIL} number {step}", encoding="utf-8")

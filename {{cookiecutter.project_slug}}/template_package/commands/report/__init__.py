@@ -16,6 +16,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import matplotlib
+import numpy
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ from ...errors import ConfigError, one_line
 from ...files import run_directory, write_whole
 from .. import CommandLine
 
+SCORES = ("precision", "recall", "f1")
 NOT_DRAWN = ("split", "step", "epoch", "num_samples")
 # Curves differ in colour and in line, for the colour-blind and for print in black and white: 21 styles.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008, no yellow
@@ -86,13 +88,41 @@ def describe_run(directory: Path) -> dict[str, Any]:
             text = base64.b64encode(content).decode() if key == "image" else content.decode(errors="replace")
             newest.append({"step": step.lstrip("0"), key: text})
     parts = {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
-    reports = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
+    matrices = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
+    reports = [matrix | {"classes": class_scores(matrix)} for matrix in matrices]
     log = directory / "logs" / "rank_0.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     parts["starts"] = {"resumed_after": re.findall(r"resuming after step (\d+)", text)}
     parts["starts"]["num_stops"] = text.count("stopped: the same command continues")
     config = read_config(directory)
     return {**parts, "title": directory.name, "reports": reports, "media": media, "config": config, "default": default}
+
+
+def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """{"label", "precision", "recall", "f1", "support"} of each class, and of their means below; 0 / 0 counts as 0."""
+    counts = numpy.array(report["confusion_matrix"], dtype=float)
+    correct, support, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
+    scores = numpy.stack([part / whole.clip(min=1) for part, whole in pairs], 1)  # (classes, 3)
+    names = [*report["label_names"][: len(counts)], *range(len(report["label_names"]), len(counts))]
+    rows = [*zip(names, scores, support, strict=True), ("macro average", scores.mean(0), support.sum())]
+    rows.append(("weighted average", support @ scores / max(1, support.sum()), support.sum()))
+    return [
+        {"label": str(name), **dict(zip(SCORES, row.tolist(), strict=True)), "support": int(num_samples)}
+        for name, row, num_samples in rows
+    ]
+
+
+def class_table(path: Path) -> str:
+    """The scores of each class and the confusion matrix of this file in reports/, for the console."""
+    report = read_json(path)
+    lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
+    for row in rows:
+        lines.append(f"{row['label'][:24]:24}" + "".join(f"{row[s]:8.4f}" for s in SCORES) + f"{row['support']:9}")
+    lines += ["", "rows: true class; columns: predicted class"]
+    for row, counts in zip(rows, report["confusion_matrix"], strict=False):
+        lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
+    return "\n".join(lines)
 
 
 def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
