@@ -18,7 +18,7 @@ if [[ -z ${NNODES:-} || -z $NODE_RANK || -z ${MASTER_ADDR:-} ]]; then
   exit 2
 fi
 MASTER_PORT=${MASTER_PORT:-29500}
-if [[ ! $NNODES =~ ^[1-9][0-9]*$ || ! $NODE_RANK =~ ^[0-9]+$ || ! $MASTER_PORT =~ ^[1-9][0-9]*$ ]] || ((NODE_RANK >= NNODES)); then
+if [[ ! $NNODES =~ ^[1-9][0-9]*$ || ! $NODE_RANK =~ ^(0|[1-9][0-9]*)$ || ! $MASTER_PORT =~ ^[1-9][0-9]*$ ]] || ((NODE_RANK >= NNODES)); then
   echo "error: NNODES=$NNODES NODE_RANK=$NODE_RANK MASTER_PORT=$MASTER_PORT: must be numbers; the nodes are 0 to NNODES - 1." >&2
   exit 2
 fi

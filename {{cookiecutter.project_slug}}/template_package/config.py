@@ -206,11 +206,9 @@ def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
     rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
     yield is_doubled and launch.backend != "gloo", "device_ids", rule
     yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
-    yield launch.node_rank >= launch.nodes, "launch.node_rank", "must be below launch.nodes, their number. Set both."
+    yield launch.node_rank >= launch.nodes, "launch.node_rank", "must be below launch.nodes. Set both."
     has_end = config.training.epochs or config.training.max_steps
     yield not has_end, "training.epochs", "needs an end of the run. Set training.max_steps or training.epochs."
-    is_rising = config.schedule.min_learning_rate > config.optimizer.learning_rate
-    yield is_rising, "schedule.min_learning_rate", "must be at most optimizer.learning_rate. Lower it."
     evaluation = config.evaluation
     is_blind = config.schedule.name == "plateau" and not (evaluation.every_epochs or evaluation.every_steps)
     yield is_blind, "schedule.name", "needs evaluations. Set evaluation.every_epochs=1."

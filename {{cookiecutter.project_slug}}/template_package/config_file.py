@@ -28,8 +28,9 @@ def our_word(key: str, value: str) -> str | None:
     """`key=value` as config.yaml would have it, for a key that other tools use; None if we know of none."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
+    if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
+        ours = ours.replace("=auto:{}", "")  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
     value = "auto" if value in ("cuda", "gpu") else re.sub(r"cuda:|[\[\] ]", "", value)  # device=cuda:2, gpus=[0, 2]
-    ours = ours.replace("=auto:{}", "") if ours and "," in value else ours  # gpus=0,2 are ids, gpus=2 is their number
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
@@ -51,19 +52,31 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name a file that exists.") from None
+        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name a readable text file.") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: holds no settings. Write each as a line of the form key: value.")
     return set_words(settings, overrides)
 
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    if flags := " ".join(word for word in overrides if not re.match("[^-+~=][^=]*=", word)):
-        full = {k: f"{name}.{k}" for name, keys in settings.items() if isinstance(keys, dict) for k in keys}
-        found = re.findall(r"[-+~]*([^\s=]+)[\s=]?([^-\s]\S*)?", flags)  # --key value, --key=value, --key
-        pairs = [(key.replace("-", "_"), value or "VALUE") for key, value in found]
+    if flags := [word for word in overrides if not re.match("[^-+~=][^=]*=", word)]:
+        full = {
+            k: f"{name}.{k}"
+            for name, keys in reversed(settings.items())
+            if isinstance(keys, dict)
+            for k in keys
+            if k not in settings
+        }
+        pairs: list[list[str]] = []
+        for word in filter(None, flags):  # --key value, --key=value, --key
+            if not pairs or re.match("[-+~]+[A-Za-z]", word) or (pairs[-1][1] and word[0].isalpha()):
+                key, _, value = word.lstrip("-+~").partition("=")
+                pairs.append([key.replace("-", "_"), value])
+            else:
+                pairs[-1][1] += f",{word}" if pairs[-1][1] else word.lstrip("=")
+        pairs = [[key or "KEY", value or "VALUE"] for key, value in pairs or [["", ""]]]
         ours = " ".join(our_word(key, value) or f"{full.get(key, key)}={value}" for key, value in pairs)
-        raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {ours}.")
+        raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {ours}.")
     for word in overrides:
         key, _, text = word.partition("=")
         *sections, name = key.split(".")

@@ -211,7 +211,6 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
         ("logging.tracker=[tensorboard,wand]", "logging.tracker=tensorboard, wand: must be one of none, mlflow, "),
         ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),
         ("=3", "a setting is key=value"),
-        ("schedule.min_learning_rate=1", "schedule.min_learning_rate=1.0: must be at most optimizer.learning_rate"),
         ("launch.node_rank=1", "launch.node_rank=1: must be below launch.nodes"),
         ("--batch_size 64 --lr 1e-3 --amp", "together) optimizer.learning_rate=1e-3 training.precision=bf16."),
         ("--gpus 0,2", "Write device_ids=0,2."),
