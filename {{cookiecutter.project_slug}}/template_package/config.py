@@ -278,6 +278,11 @@ def _field_types(section: Any) -> dict[str, Any]:
     return {item.name: types[item.name] for item in fields(section)}
 
 
+def keys_free_to_change() -> set[str]:
+    """The dotted keys whose fields are marked with metadata={"decisive": False}."""
+    return {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
+
+
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, its dataclass field) of the whole config."""
     types = _field_types(section)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
-from ..config import Config, all_keys, as_today, differing_keys, to_dict
+from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
 from ..data.loader import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
@@ -155,8 +155,7 @@ def check_same(
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     stored, changes = as_today(stored)
     lines = [line for line in differing_keys(stored, present) if wanted.match(line)]
-    may_change = {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
-    if lines := [line for line in lines if line.partition(": ")[0] not in may_change]:
+    if lines := [line for line in lines if line.partition(": ")[0] not in keys_free_to_change()]:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
     if changes := [change for change in changes if wanted.match(change)]:
         logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
