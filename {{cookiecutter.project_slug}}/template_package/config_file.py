@@ -60,13 +60,8 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     if flags := [word for word in overrides if not re.match("[^-+~=][^=]*=", word)]:
-        full = {
-            k: f"{name}.{k}"
-            for name, keys in reversed(settings.items())
-            if isinstance(keys, dict)
-            for k in keys
-            if k not in settings
-        }
+        groups = [(name, keys) for name, keys in reversed(settings.items()) if isinstance(keys, dict)]
+        full = {key: f"{name}.{key}" for name, keys in groups for key in keys} | {key: key for key in settings}
         pairs: list[list[str]] = []
         for word in filter(None, flags):  # --key value, --key=value, --key
             if not pairs or re.match("[-+~]+[A-Za-z]", word) or (pairs[-1][1] and word[0].isalpha()):
