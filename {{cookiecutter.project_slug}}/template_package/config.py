@@ -297,9 +297,7 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator
     types = _field_types(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
-        if name not in types and isinstance(value, dict):  # a misspelt section
-            yield from (_unknown_key(f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
-        elif name not in types:
+        if name not in types:
             yield _unknown_key(key, value)
         elif is_dataclass(types[name]):
             section_settings = settings[name] = {} if value is None else value  # all its keys may be commented out
@@ -319,14 +317,19 @@ def _takes_list(kind: Any) -> bool:
 
 
 def _unknown_key(key: str, value: Any) -> str:
-    keys = [known for known, _ in all_keys()]
-    sections = {known.rpartition(".")[0] for known in keys}
-    known = [known for known in keys if value is None or known not in sections]  # None: a section without keys, perhaps
-    same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]  # in another section
-    close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1, cutoff=0.55)
-    typed = "" if value is None else f"={one_line(value)}"
-    theirs = None if same else our_word(key, one_line(value))
-    meant = theirs or (f"{close[0]}{typed}" if close else None)
+    while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
+        (name, value), *_ = value.items()
+        key = f"{key}.{name}"
+    keys = [key for key, _ in all_keys()]
+    sections = {key.rpartition(".")[0] for key in keys}
+    known = keys if value is None else [key for key in keys if (key in sections) == isinstance(value, dict)]
+    same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
+    close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
+    alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.7)  # epoch=3
+    close = close or [other for other in known if other.rpartition(".")[2] in alike]
+    meant = f"{close[0]}{typed * (close[0] not in sections)}" if close else None  # an empty section has no value
+    meant = meant if same else our_word(key, one_line(value)) or meant
     own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
     return f"{one_line(key)}{typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
 
