@@ -95,4 +95,4 @@ def test_two_ranks_reach_97_percent_on_the_digits_and_predict_a_folder(template:
     assert summary["best"]["accuracy"] >= 0.97 and summary["train_seconds"] < 180
     rows = [json.loads(line) for line in (run / "predictions.jsonl").read_text("utf-8").splitlines()]
     assert len(rows) == 179 and sum(row["label"] == "7" for row in rows) > 170
-    assert "macro average" in (run / "reports" / "validation_best.txt").read_text("utf-8")
+    assert len(json.loads((run / "reports" / "validation_best.json").read_text("utf-8"))["confusion_matrix"]) == 10
