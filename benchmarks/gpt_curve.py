@@ -149,7 +149,7 @@ def write_page(results: dict[str, dict[str, Run]]) -> None:
 
 `benchmarks/gpt_curve.py` wrote this page: it trains the model of `example=gpt` ({STEPS} steps of {BATCH} blocks of {BLOCK} characters, 4 layers, 128 wide, no
 dropout) with a plain loop as nanoGPT has it (crops at random, AdamW with decay on matrices alone, warm-up, cosine, clipping) and with the
-trainer, which takes each crop once an epoch. The text is *Hamlet*, 177,976 characters, of which the last tenth validates. Seeds {", ".join(map(str, SEEDS))}
+trainer, which takes each crop once an epoch. The text is *Hamlet*, 177,976 characters, of which the last tenth is used for validation. Seeds {", ".join(map(str, SEEDS))}
 draw other weights and other batches; from one seed the script draws other batches than the trainer, whose rows see the same ones.
 
 | | validation loss after 100 steps | 200 steps | {STEPS} steps | tokens/s | beside the script |

@@ -62,7 +62,7 @@ def test_mutated_config_is_refused_in_words_or_trains(
         tries,
         f"## {num_cases} mutated configs\n\nTrained: {codes[0]}. Ended, with one line, by a loss that is not finite: "
         f"{codes[1]}. Refused in one to three lines: {codes[2]}. "
-        f"{len(rules)} rules, whichever keys broke them, did it; most often:\n\n"
+        f"{len(rules)} rules refused them. The most frequent:\n\n"
         + "\n".join(f"- {n} x {rule}" for rule, n in rules.most_common(10)),
         seed=seed,
     )

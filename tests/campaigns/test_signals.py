@@ -55,9 +55,9 @@ class Hit:
 
 
 def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
-    """SIGKILL, half of them to the whole group, half of the others to a rank (if there is one yet), the rest to the
-    launching process or to a helper: a loader worker, the fork server, a tracker. Any exit code will do. What may stay
-    in the system's temporary folder is Python's own: pymp-…, with the dead socket of a fork server.
+    """SIGKILL: half of them to the whole group; half of the rest to a rank (if one exists yet); the others to the
+    launching process or to a helper (a loader worker, the fork server, a tracker). Any exit code is allowed. Only
+    Python's own files may stay in the system's temporary folder: pymp-…, with the dead socket of a fork server.
     """
     is_group, is_rank = choose.random() < 0.5, choose.random() < 0.5
     other = choose.choice(sorted(kinds - {"rank"}))
@@ -66,8 +66,8 @@ def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
 
 def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
     """SIGTERM or SIGUSR1 to one rank, to the launching process or to all; the run must end with 143. Every second run
-    is one of torchrun's (its own exit code is 1), whose agent is the launching process. The last step that
-    metrics.jsonl tells of must be saved, and summary.json must say that the run was stopped.
+    is started by torchrun (its own exit code is 1), whose agent is then the launching process. The last step in
+    metrics.jsonl must be saved, and summary.json must say that the run was stopped.
     """
     return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(["rank", "launcher", GROUP])
 
@@ -158,7 +158,7 @@ def disturb_in(
     family = family_of(process.pid, has_fork_server=not command)
     sessions = {process.pid} | ({pid for pid, kind in family.items() if kind == "rank"} if command else set())
     number, victim = disturb({*family.values()}, choose)
-    hits.append(hit := Hit(read(marker), f"{victim} of torchrun's" if command else victim, is_resumed))
+    hits.append(hit := Hit(read(marker), f"{victim} (torchrun)" if command else victim, is_resumed))
     told_at = time.monotonic()
     with suppress(ProcessLookupError):  # a worker that has just done its work
         if victim == GROUP:
@@ -194,7 +194,7 @@ def disturb_in(
 
 
 def last_step(project: Any) -> int:
-    """The last that metrics.jsonl tells of."""
+    """The last step in metrics.jsonl."""
     has_lines = (project.directory(project.name) / "metrics.jsonl").exists()
     return max((line["step"] for line in project.lines(project.name)), default=0) if has_lines else 0
 
@@ -206,8 +206,8 @@ def describe(hits: list[Hit]) -> str:
         seconds = [hit.seconds for hit in hits if hit.victim == victim]
         lines.append(f"| {victim} | {len(seconds)} | {max(seconds):.1f} |")
     num_resumed = sum(hit.is_resumed for hit in hits if hit.phase == "")
-    limits = f"{END_SECONDS:.0f} s are allowed, and at start-up what a start takes besides."
-    return "\n".join(lines) + f"\n\n{limits} {num_resumed} of the start-ups were those of a run that went on."
+    limits = f"{END_SECONDS:.0f} s are allowed; at start-up, the time of a start is added."
+    return "\n".join(lines) + f"\n\n{limits} {num_resumed} of the start-ups continued a run."
 
 
 def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
