@@ -264,7 +264,8 @@ class Fetcher(Dataset[MicroBatch]):
         if type(dataset) is Subset:
             dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
         if type(dataset) is TensorDataset and _collate is default_collate:
-            return [tensor[rows] for tensor in dataset.tensors]  # as collated items, without reading them one by one
+            index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
+            return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         torch_state, others = torch.default_generator.get_state(), python_and_numpy()
         if self._states[0] != others:
             self._states = others, get_random_states()

@@ -14,7 +14,6 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import _utils
 
 from ..config import LoaderConfig
@@ -42,8 +41,7 @@ class StreamLoader(TrainLoader):
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
-        """Let the next step begin at `place`, with micro-batches of one size on all ranks."""
-        self.micro_batch_size = int(all_reduce(torch.tensor(self.micro_batch_size), dist.ReduceOp.MIN))
+        """Let the next step begin at `place`."""
         self.read_first(epoch, position)
         self._go_to(self.place)
         self._batches = self._steps()

@@ -37,7 +37,6 @@ OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ran
 READY = "stop/ready"  # set by the first rank that can stop by itself
 STOP = "stop/signal"  # the signal that asks all ranks to stop
 BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when it heard of the request
-HANG = "hang/found"  # set by the first rank that finds a hang
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
 early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them

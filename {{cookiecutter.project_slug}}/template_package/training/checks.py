@@ -85,21 +85,21 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """For `auto`: halve the loader's size until forward and backward fit. Ranks may end with different sizes."""
-        if strategy.has_collective_forward or strategy.config.sync_batchnorm:
-            # A trial on one rank would wait for ever; and all need the same size.
-            size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
-            self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
-        elif micro_batch_size == "auto":
-            while True:
-                try:  # an epoch's last batch may be shorter than its first
-                    return rehearse(strategy, self._loader.read_first(epoch, 0), self._context, is_trial=True)
-                except RuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    self._halve()
-                if self._context.device.type == "cuda":
-                    torch.cuda.empty_cache()  # now that the error, and the frames it holds, are gone
+        """For `auto`: halve the loader's size until forward and backward fit. All ranks take the smallest size."""
+        # Where forward passes hold collectives, a trial on one rank would wait for ever.
+        may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
+        while may_try:
+            try:  # an epoch's last batch may be shorter than its first
+                rehearse(strategy, self._loader.read_first(epoch, 0), self._context, is_trial=True)
+                may_try = False
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._halve()
+            if self._context.device.type == "cuda":
+                torch.cuda.empty_cache()  # now that the error, and the frames it holds, are gone
+        size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
+        self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
 
     @contextmanager
     def watched(self) -> Iterator[None]:

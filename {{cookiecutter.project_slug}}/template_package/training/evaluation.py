@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -41,8 +40,7 @@ class Evaluator:
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
         share = -(-size // context.world_size)
-        micro_batch_size = config.training.micro_batch_size
-        self.set_micro_batch_size(share if micro_batch_size == "auto" else micro_batch_size)
+        self.set_micro_batch_size(config.training.micro_batch_size, share)
 
     @cached_property
     def _metrics(self) -> Any:
@@ -54,10 +52,10 @@ class Evaluator:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
         return metrics
 
-    def set_micro_batch_size(self, size: int) -> None:
-        """Take the training micro-batch, which is known to fit, for `auto`: the smallest of all ranks."""
-        common = all_reduce(torch.tensor(size, device=self._context.device), dist.ReduceOp.MIN)
-        self._size = int(common) if self._config.micro_batch_size == "auto" else self._config.micro_batch_size
+    def set_micro_batch_size(self, of_training: int | str, share: int = 1) -> None:
+        """Take the training micro-batch, which is known to fit, for `auto`; if that is `auto` too, a rank's share."""
+        sizes = self._config.micro_batch_size, of_training, share
+        self._size = next(int(size) for size in sizes if size != "auto")
 
     @torch.no_grad()
     def run(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..config import LaunchConfig
 from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.processes import BEGUN, FAILURE, HANG, READY, STOP, STOP_MESSAGE, early_requests, stop_signals_call
+from ..launching.processes import BEGUN, FAILURE, READY, STOP, STOP_MESSAGE, early_requests, stop_signals_call
 
 POLL_SECONDS = 0.2
 logger = logging.getLogger(__name__)
@@ -123,14 +123,13 @@ def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_
         try:
             if store.check([FAILURE]):
                 os._exit(1)  # a rank has failed and said why; srun does not end the others, which wait for it
-            if seconds <= timeout and not store.check([HANG]):
-                continue
-            store.set(HANG, "1")
         except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
             return
+        if seconds <= timeout:
+            continue
         with suppress(OSError), (directory / "logs" / f"rank_{context.rank}.log").open("a", encoding="utf-8") as log:
             faulthandler.dump_traceback(log)
-        time.sleep(2 * interval)  # the other ranks write their stacks too, before the first end kills them
+        time.sleep(2 * interval)  # the other ranks notice it too, and must write their stacks before they are killed
         problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"
         stacks = f"{directory}/logs/rank_*.log hold the stacks of all ranks"
         context.report(f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1)
