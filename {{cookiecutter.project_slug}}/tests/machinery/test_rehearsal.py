@@ -31,6 +31,7 @@ def test_out_of_memory_on_one_rank_ends_in_the_same_weights(project: Project, fa
     log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
     assert "out of memory with micro-batches of 8 samples, trying 4" in log
     assert ("starting again from the last checkpoint" in output) == (fault == "memory_later")
+    assert project.json("run", "summary.json")["micro_batch_size"] == 2, "what fits on rank 1"
     assert_matches(project, "run", reference_run("float64"), TOLERANCES["float64"])
 
 
