@@ -64,7 +64,7 @@ class Strategy:
         """Wrap the model and build the optimizer anew, after `requires_grad` has changed; its state stays."""
         if not self.can_rebuild:
             problem = "it changed requires_grad after the first step, which this strategy cannot follow"
-            raise ConfigError(f"on_epoch_begin() in model.py: {problem}. Set strategy=ddp, or freeze in epoch 0 only.")
+            raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
         former = self.optimizer.state
         del self.model
         gc.collect()  # DDP's hooks on the parameters end with it

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import dataset as user_data
 from .. import model as user_model
+from ..config_file import other_words
 from ..data.loader import generators_restored
 from ..errors import ConfigError
 from ..strategies.base import Strategy
@@ -70,12 +71,14 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Log the names of model.py, dataset.py and data sets that seem misspelt, and functions that replace a key."""
+    """Log names of model.py, dataset.py and data sets that seem to mean another, and functions that replace a key."""
     for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
         if hasattr(user_model, name):
             logger.info("%s() of model.py takes the place of %s", name, keys)
     places = (user_model, user_data, *datasets)
-    for name in dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ())):
-        close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)
-        if close and name not in FUNCTIONS:
+    names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
+    ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
+    for name in names:
+        close = get_close_matches(ours.get(name, name), FUNCTIONS, n=1, cutoff=0.8)
+        if close and close[0] not in names:
             logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])

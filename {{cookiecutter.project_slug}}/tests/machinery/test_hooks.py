@@ -161,7 +161,7 @@ def on_evaluation_end(model: Any, log: Any) -> None:
 def test_strategy_that_cannot_train_other_parameters_later_says_so(project: Project) -> None:
     project.append("model.py", LOGGED_EPOCHS)
     output = project.run("device_ids=cpu,cpu", "strategy=fsdp", code=2)
-    assert "on_epoch_begin() in model.py: it changed requires_grad after the first step" in output
+    assert "on_epoch_begin in model.py: it changed requires_grad after the first step" in output
     assert len(project.lines("run")) == 7
 
 
@@ -275,11 +275,19 @@ def test_loss_that_is_no_mean_over_samples_is_told(project: Project) -> None:
 
 
 def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
-    project.append("model.py", "def train_metrics(outputs: Tensor, batch: Batch) -> None:\n    pass")
+    functions = ("train_metrics(outputs: Tensor, batch: Batch)", "on_epoch_start(model: nn.Module, epoch: int)")
+    for function in functions:
+        project.append("model.py", f"def {function} -> None:\n    pass")
+    helper = "def lr_lambda(step: int) -> float:\n    return 1.0\n\n\n"  # learning_rate() calls it: not told
+    project.append(
+        "model.py", f"{helper}def learning_rate(step: int, total_steps: int) -> float:\n    return lr_lambda(step)"
+    )
     project.edit("dataset.py", "        self.inputs = ", "        self.sample_weight = 1.0\n        self.inputs = ")
     output = project.run("device_ids=cpu,cpu", "training.max_steps=1")
-    for name, right in (("train_metrics", "training_metrics"), ("sample_weight", "sample_weights")):
+    pairs = ("train_metrics", "training_metrics"), ("on_epoch_start", "on_epoch_begin")
+    for name, right in (*pairs, ("sample_weight", "sample_weights")):
         assert output.count(f"the trainer does not use {name}. Did you mean {right}?") == 1
+    assert "lr_lambda" not in output
 
 
 def test_max_steps_alone_ends_a_run(project: Project) -> None:
