@@ -70,6 +70,8 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
             else:
                 pairs[-1][1] += f",{word}" if pairs[-1][1] else word.lstrip("=")
         pairs = [[key or "KEY", value or "VALUE"] for key, value in pairs or [["", ""]]]
+        if flags[0].endswith("]"):  # device_ids=[0, 1]: the shell has cut it at the blank
+            pairs = [["device_ids", "0,1, or put '…' around a setting with a blank"]]
         ours = " ".join(our_word(key, value) or f"{full.get(key, key)}={value}" for key, value in pairs)
         raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {ours}.")
     for word in overrides:

@@ -39,15 +39,15 @@ class CommandLine:
     def load_config(self) -> "Config":
         """The Config that file and words make. Raises ConfigError.
 
-        evaluate and predict take the run's own file instead, unless --config is typed; where and how to evaluate is
-        still the present file's.
+        evaluate and predict take the run's own file instead, unless --config is typed or a launcher's nodes may lack
+        it; where and how to evaluate is still the present file's.
         """
-        settings = read_settings(self.config_path, self.overrides)
-        if self.command in ("train", "evaluate", "predict") and _has_several_ranks(settings.get("device_ids")):
+        settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
+        is_started_here = is_alone and self.command in ("train", "evaluate", "predict")
+        if is_started_here and _has_several_ranks(settings.get("device_ids")):
             start_fork_server()  # it imports torch while this process does
         from ..config import as_today, build_config, keys_free_to_change
 
-        is_alone = launcher_of(os.environ) is None  # not every node need have the file
         stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
         if self.command in ("evaluate", "predict") and not self.is_config_typed and is_alone and stored.exists():
             own, _ = as_today(read_settings(stored, ()))
@@ -115,8 +115,6 @@ def write_report(directory: Path) -> None:
 
 def _has_several_ranks(device_ids: Any) -> bool:
     """Whether run.py will start several ranks; for `auto`, whether there are several GPUs."""
-    if launcher_of(os.environ):
-        return False
     if str(device_ids).startswith("auto"):
         return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) > 1
     return len(device_ids) > 1 if isinstance(device_ids, list) else "," in str(device_ids)

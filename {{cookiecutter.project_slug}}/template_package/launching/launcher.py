@@ -181,7 +181,7 @@ def _become_torchrun(config: Config) -> None:
     """Replace this process by torchrun, as scripts/multi_node.sh starts it on each of several nodes."""
     launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
     if is_loopback(launch.master_addr) or not launch.master_port:
-        remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0."
+        remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0, not the loopback."
         raise ConfigError(f"launch.nodes={launch.nodes}: needs an address and a port that all nodes reach. {remedy}")
     meeting: dict[str, object] = {"NNODES": launch.nodes, "NODE_RANK": launch.node_rank, "PYTHON": sys.executable}
     meeting |= {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
