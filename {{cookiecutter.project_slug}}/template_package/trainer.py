@@ -75,8 +75,8 @@ class Trainer:
             self.resume()
             # A run that was killed just before its end has no summary.
             if self.is_complete and from_main((self.directory / "summary.json").exists):
-                ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else "epochs"
-                ended_by = "max_steps" if self.progress.step == self.config.training.max_steps else ended_by
+                ended_by = "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
+                ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
                 words = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
                 self.strategy.close()
                 return logger.info(words, self.config.name, self.progress.describe(), ended_by)

@@ -328,6 +328,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("device_ids=cuda:2", "device_ids=2"),
         ("--local_world_size=2", "device_ids=auto:2"),
         ("world_size=2", "device_ids=auto:2"),
+        ("dataset=char", "data.KEY=char"),
         ("nprocs=2", "device_ids=auto:2"),
         ("local_rank=0", "device_ids=auto"),
         ("--local_rank", "device_ids=auto"),
@@ -349,5 +350,5 @@ def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> No
         load_config(ROOT / "config.yaml", word.split())
     assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
-    if not re.search("=N$|auto:2|=-", ours):
+    if not re.search("=N$|auto:2|=-|KEY", ours):
         load_config(ROOT / "config.yaml", ["launch.nodes=2", ours])

@@ -92,15 +92,16 @@ def test_both_losses_are_those_of_their_parts(image_project: Project) -> None:
     imports = {"dataset.py": "from typing import NamedTuple\n\n", "model.py": "from typing import Any\n\n"}
     for file, code in blocks:
         image_project.append(file, imports[file] + code)
-    words = ["evaluation.metric=validation_loss", "evaluation.mode=min", "data.shift_probability=0", *WORDS]
+    words = ["evaluation.metric=val_loss", "evaluation.mode=min", "data.shift_probability=0", *WORDS]
     image_project.run(*words)
     line = image_project.lines("baseline", "validation")[-1]
-    assert line["loss"] == pytest.approx((line["training_loss"] + line["validation_loss"]) / 2, rel=1e-5)
+    assert line["loss"] == pytest.approx((line["train_loss"] + line["val_loss"]) / 2, rel=1e-5)
+    image_project.run("evaluate", *WORDS, "evaluation.split=test")
     for name in ("model.py", "dataset.py"):
         shutil.copy(ROOT / PACKAGE / name, image_project.folder / PACKAGE)
     image_project.run("evaluate", *WORDS, "evaluation.checkpoint=last")
     loss = image_project.json("baseline", "evaluation.json")["loss"]
-    assert line["validation_loss"] == pytest.approx(loss, rel=1e-5) and line["training_loss"] != loss
+    assert line["val_loss"] == pytest.approx(loss, rel=1e-5) and line["train_loss"] != loss
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])

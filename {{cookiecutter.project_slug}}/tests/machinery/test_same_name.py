@@ -42,6 +42,7 @@ def test_complete_run_names_the_key_that_ended_it(project: Project) -> None:
     told = project.run("name=epochs", "training.max_steps=9", "training.epochs=1")
     assert "training.epochs=1 ends at step 7, before training.max_steps" in told
     assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=9")
+    assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=8")
     words = ("name=early", "training.early_stopping_epochs=1", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
     project.run(*words)
     assert "To train on, raise training.early_stopping_epochs" in project.run(*words)

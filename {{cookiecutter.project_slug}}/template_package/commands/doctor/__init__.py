@@ -279,7 +279,7 @@ CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
     ("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
     ("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
     ("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
-    ("config", check_config, "Mend model.py and dataset.py: their import must be quick and raise nothing."),
+    ("config", check_config, "Mend model.py and dataset.py: their import and complete_config() must raise nothing."),
     ("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
     ("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
     ("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
