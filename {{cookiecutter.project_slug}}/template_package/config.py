@@ -112,7 +112,7 @@ class TrainingConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     tf32: bool = True  # float32 products on GPUs with 10 bits of mantissa
     cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
-    deterministic: bool = False  # equal bits in equal runs, on GPUs too
+    deterministic: bool = False  # the same run gives the same bits, on GPUs too
     compile: bool = False  # torch.compile
     activation_checkpointing: bool = False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
     max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # clip to this global norm
@@ -279,7 +279,7 @@ def _field_types(section: Any) -> dict[str, Any]:
 
 
 def keys_free_to_change() -> set[str]:
-    """The dotted keys whose fields are marked with metadata={"decisive": False}."""
+    """The dotted keys that may change when a run continues: marked with metadata={"decisive": False}."""
     return {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
 
 

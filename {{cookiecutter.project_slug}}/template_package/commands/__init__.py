@@ -105,7 +105,7 @@ def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLin
 
 
 def write_report(directory: Path) -> None:
-    """Write the run's report.html, if there is the command `report`. A failure is a warning."""
+    """Write the run's report.html, if the project has the command `report`. If that fails, only warn."""
     if "report" in available_files("commands"):
         try:
             import_module(".report", __package__).write_report([directory], directory / "report.html")

@@ -48,7 +48,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
             label_names = getattr(dataset, "label_names", None)
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
-            size = next((int(size) for size in sizes if size != "auto"), 64)  # 64: both are auto
+            size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
             parts = gather_objects(_predict_part(strategy, loader, label_names, size))
         strategy.close()
         if parts is not None:  # rank 0

@@ -27,7 +27,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Dataset[Any]) -> bool:
-    """Whether it is an IterableDataset, and cannot be read by index as well."""
+    """True for an IterableDataset that cannot be read by index."""
     has_index = isinstance(dataset, Sized) and type(dataset).__getitem__ is not Dataset.__getitem__
     return isinstance(dataset, IterableDataset) and not has_index
 

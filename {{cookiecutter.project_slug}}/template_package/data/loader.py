@@ -42,14 +42,6 @@ SEEDERS: dict[str, Callable[[int], object]] = {
     "torch": torch.default_generator.manual_seed,
     "devices": torch.manual_seed,  # torch's generators of the CPU and of all GPUs
 }
-
-# The memory of the generators: CPython's own structs. NumPy's object also keeps the second of two normal numbers.
-_python, _numpy, _start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
-_Words = ctypes.c_char * (4 * 625)  # 624 words of 32 bits, and the position
-_python_words = _Words.from_address(id(_python) + _start)
-_numpy_words = _Words.from_address(_numpy._bit_generator.ctypes.state_address)
-_numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
-
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
 _loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
 _parameters = signature(_loss_weight).parameters.values() if _loss_weight else ()
@@ -219,7 +211,7 @@ class TrainLoader:
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = cut_evenly(global_batch, world_size)[self._context.rank]
         for number, piece in enumerate(cut_evenly(share, num_pieces), start=1):
-            weight = len(piece) * world_size / size  # 3 and 4 of 7 samples: 6/7 and 8/7; DDP halves them
+            weight = len(piece) * world_size / size  # shares of 3 and 4 samples: 6/7 and 8/7, which DDP halves
             draws = piece or global_batch[:1]
             indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces)
@@ -238,8 +230,8 @@ class Fetcher(Dataset[MicroBatch]):
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset: Any = dataset
         self._seed, self._epoch = seed, -1
-        self._drawn: set[str] = set()  # the generators that the data set draws from, as far as is known
-        self._states: tuple[Any, dict[str, Any]] = None, {}  # of Python's and NumPy's generators before they are drawn
+        self._drawn: set[str] = set()  # the generators that the data set has drawn from so far
+        self._states: tuple[Any, dict[str, Any]] = None, {}  # of Python's and NumPy's generators before a draw
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
         self._has_whole_batches = hasattr(dataset, "__getitems__")
@@ -333,7 +325,7 @@ class BatchReader:
                 persistent_workers=self.num_workers > 0,
                 pin_memory=context.device.type == "cuda",
                 worker_init_fn=partial(_start_worker, os.getpid()),
-                # A rank started by a fork server would start a server for them, and each would import torch anew.
+                # By default a rank that a fork server has started would start one of its own, which imports torch anew.
                 multiprocessing_context="fork" if self.num_workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
             )
@@ -387,7 +379,6 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
 
 
 def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "numpy")) -> None:
-    """Seed the generators of these names in SEEDERS."""
     for name in names:
         SEEDERS[name](seed)
 
@@ -420,8 +411,16 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+# Where CPython and NumPy keep their generators' states. NumPy's object also keeps the second of two normal numbers.
+_python, _numpy, _start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
+_Words = ctypes.c_char * (4 * 625)  # 624 words of 32 bits, and the position
+_python_words = _Words.from_address(id(_python) + _start)
+_numpy_words = _Words.from_address(_numpy._bit_generator.ctypes.state_address)
+_numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
+
+
 def python_and_numpy() -> dict[str, Any]:
-    """The memory of Python's and NumPy's generators, which every draw changes: states are 20 times slower."""
+    """The memory of both generators, which every draw changes: to ask them for their states is 20 times slower."""
     return {"python": (_python_words.raw, _python.gauss_next), "numpy": (_numpy_words.raw, _numpy_kept.raw)}
 
 

@@ -31,7 +31,7 @@ class StreamLoader(TrainLoader):
     When its parts have ended, a rank runs a batch with weight 0 until those of the other ranks have ended too.
     """
 
-    _size = sys.maxsize  # of the micro-batch that was read to rehearse
+    _size = sys.maxsize  # samples of the rehearsed micro-batch; this large: none yet
 
     def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any) -> None:
         if (size := sizes["global_batch_size"]) % context.world_size:
@@ -174,7 +174,7 @@ class PartFetcher(Fetcher):
         if self._has_state:
             dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
         if not self._is_sharded:
-            _utils.worker._worker_info = None  # or a data set that shares its items among workers would do so twice
+            _utils.worker._worker_info = None  # a data set that splits its items among workers would split them again
         items = iter(() if place["is_over"] else dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:

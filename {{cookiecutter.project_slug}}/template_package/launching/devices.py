@@ -37,7 +37,7 @@ class Gpu:
     name: str = "GPU"
     free_memory: float = math.inf
     total_memory: float = math.inf
-    users: tuple[str, ...] = ()  # whose processes compute on it
+    users: tuple[str, ...] = ()  # the users whose processes compute on it
     problem: str = ""  # why torch cannot compute on it
 
 
@@ -59,9 +59,9 @@ class Devices(NamedTuple):
 def take_devices(
     device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], num_ranks: int = 0, nvml: Any = None
 ) -> Devices:
-    """Take the devices of this node, after a wait if `launch` says so. ConfigError if they cannot be had.
+    """Take the devices of this node, after at most launch.wait_minutes. ConfigError if they cannot be had.
 
-    num_ranks: the ranks that a launcher has started here; `auto` takes so many devices. nvml: see find_gpus.
+    num_ranks: the ranks that a launcher has started here; `auto` takes that many devices. nvml: see find_gpus.
     """
     wanted = parse_device_ids(device_ids)
     if "mps" in wanted and not torch.backends.mps.is_available():

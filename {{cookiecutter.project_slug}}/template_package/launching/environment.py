@@ -83,7 +83,7 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 def port_for(job: str) -> int:
     """Choose a port that is the same on every rank of a job and most likely another one for other jobs."""
-    return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux gives to any process, 32768 on
+    return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux hands out itself, from 32768 on
 
 
 def is_loopback(address: str) -> bool:

@@ -1,4 +1,4 @@
-"""Runs one function once per rank: in this process, in processes started here, or joined to torchrun and its like.
+"""Runs one function once per rank: in this process, in processes started here, or in those that torchrun has started.
 
 However it was started, a rank sees the same: a RankContext, a process group, its own device.
 """

@@ -70,7 +70,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    A stop signal goes through the store to training/stopping.py. Until one is READY, or at a second Ctrl-C, all die.
+    A stop signal goes through the store to training/stopping.py. Before READY, or at a second Ctrl-C, all are killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -102,7 +102,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
     """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signals.count(signal.SIGINT) > 1:
+        if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
             return
         if signals and not store.check([STOP]):
             if not store.check([READY]):

@@ -26,7 +26,7 @@ class Strategy:
 
     model: nn.Module
     module: nn.Module
-    evaluation_model: nn.Module  # that evaluation calls: no gradients are shared there, so mostly the bare one
+    evaluation_model: nn.Module  # called in evaluation, which shares no gradients: mostly `module` itself
     optimizer: Optimizer
     has_collective_forward = False  # whether forward waits for the other ranks: all then need micro-batches of one size
     needs_all_gradients = False  # whether every rank must have a gradient for each trained parameter
@@ -96,7 +96,7 @@ class Strategy:
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Step, drop the gradients, and return their global norm before clipping (None if they are not clipped)."""
-        self.scaler.unscale_(self.optimizer)  # first: the limit is on the true gradients
+        self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()

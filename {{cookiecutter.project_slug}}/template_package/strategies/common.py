@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's state on every rank. torch's own function would make a step, which a user's step hooks count."""
+    """Load rank 0's state on every rank. torch's own function calls step(), and a user's step hooks would run."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
@@ -64,7 +64,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
     for group in (group for group in optimizer.param_groups if group["params"]):
         group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
-        is_on_device = group.get("fused") or group.get("capturable")  # where torch keeps the count of steps
+        is_on_device = group.get("fused") or group.get("capturable")  # then so is the count of steps
         for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
             options = {key: receive_all(value) for key, value in former.items() if key not in NOT_LOADED}
             group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})

@@ -12,8 +12,6 @@ from .base import ShowsModule, Strategy
 
 
 class DistributedDataParallelStrategy(Strategy):
-    """torch's DDP over the process group."""
-
     model: DistributedDataParallel
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
@@ -43,7 +41,7 @@ class DistributedDataParallelStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step as on one device. torch's error if a parameter got no gradient: DDP has then not averaged all others."""
+        """Step as on one device. torch raises an error if a parameter got no gradient: then not all are averaged."""
         if isinstance(self.model, DistributedDataParallel):  # not if another library averages
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

@@ -173,10 +173,10 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """Inside this context, the words of this rank go to logs/rank_<r>.log; so does the reason if the body fails."""
+    """Inside this context, what this rank prints or logs goes to logs/rank_<r>.log, and the error if the body fails."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore of the system, which a killed rank would leave behind
+    tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
     package = logging.getLogger(__name__.partition(".")[0])
     former_handlers, package.propagate = package.handlers, False
     package.setLevel(logging.INFO)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Run forward and backward with weight 0, and drop the gradients; is_trial: on this rank alone.
+    """Run forward and backward with the loss times 0, and drop the gradients; is_trial: on this rank alone.
 
     ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders
     its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.

@@ -93,7 +93,7 @@ class Evaluator:
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         stack.close()
-        for module in in_training:  # what the user has frozen may be in eval mode all the time
+        for module in in_training:  # not model.train(): layers that the user keeps in eval mode stay there
             module.training = True
         of_ranks = broadcast_object(gather_objects([*sums])) if num_parts == 2 else []
         if any(names != [*sums] for names in of_ranks):  # or the ranks would add up different things, or wait for ever

@@ -53,7 +53,7 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Whether every_steps or every_epochs of the section falls on the last step, or, at the end, either is set."""
+        """Whether the section is due after the step just taken; with at_end also whenever one of its keys is set."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
@@ -96,7 +96,7 @@ class Progress:
             setattr(self, key, state["early_stopping"].get(key, getattr(self, key)))
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Another run's checkpoint as this run begins with it: at the same place, with steps of this run's batches."""
+        """Another run's checkpoint at the same place in the data, with the steps counted in this run's batches."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0

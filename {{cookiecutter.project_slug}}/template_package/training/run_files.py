@@ -58,7 +58,7 @@ def _lock(directory: Path) -> TextIO:
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
-    """Log on which devices the run is, and return those of all ranks, on rank 0. All ranks call it."""
+    """Log the devices. Rank 0 returns those of all ranks, the others an empty list. All ranks call it."""
     names = (torch.cuda.get_device_name(d) if d.type == "cuda" else platform.machine() for d in context.devices)
     own = [f"{device}: {name}" for device, name in zip(context.devices, names, strict=True)]
     devices = [*chain(*(gather_objects(own) or []))]

@@ -1,8 +1,11 @@
 """Ends a run in order: all ranks stop after the same step when one is asked to, and a run that hangs is ended.
 
-With several ranks, a thread of each watches the store that all share, so a step only compares two integers. When a
-request to stop appears there, each rank holds before its next step (or batch of an evaluation), reports how many it has
-begun, and goes on to the furthest that any has begun, which needs all. launching/processes.py has the launcher's part.
+After SIGTERM to `python run.py` with several ranks:
+1. The launcher (launching/processes.py) writes STOP to the store. Before a rank is READY to train it kills all instead.
+2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
+3. Each rank writes how many of these it has BEGUN. All go on to the largest number, since a step needs every rank.
+4. allows() then says no on all ranks: the trainer saves, and they end with 143, as does the launcher.
+A signal to one rank makes that rank write STOP. As long as there is no request, a step only compares two integers.
 """
 
 import faulthandler

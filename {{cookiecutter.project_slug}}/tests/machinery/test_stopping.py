@@ -162,21 +162,22 @@ def test_sigterm_before_training_ends_with_143(project: Project) -> None:
     project.run("device_ids=cpu", code=143, command=[sys.executable])
 
 
-def test_ctrl_c_saves_and_two_of_them_do_not_wait(project: Project) -> None:
+def test_ctrl_c_saves_and_one_after_another_signal_does_not_wait(project: Project) -> None:
     for words in (["device_ids=cpu"], ["device_ids=cpu,cpu"]):
         with signalled(project, tell_launcher, signal.SIGINT, after_lines=2):
             project.run(*words, "model.seconds_per_step=0.05", code=130)
         step = project.lines("run")[-1]["step"]
         assert step < 21 and project.checkpoint("run", step)["step"] == step
 
-    def twice(project: Project, number: int) -> None:
+    def then_ctrl_c(project: Project, number: int) -> None:
         tell_launcher(project, number)
         time.sleep(1.0)
-        tell_launcher(project, number)
+        tell_launcher(project, signal.SIGINT)
 
-    with signalled(project, twice, signal.SIGINT, name="stuck", after_lines=2) as sent:
-        project.run("name=stuck", "device_ids=cpu,cpu", "model.fault=hang", code=130)
-    assert time.monotonic() - sent[0] < LIMIT_SECONDS
+    for first, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        with signalled(project, then_ctrl_c, first, name=f"stuck-{code}", after_lines=2) as sent:
+            project.run(f"name=stuck-{code}", "device_ids=cpu,cpu", "model.fault=hang", code=code)
+        assert time.monotonic() - sent[0] < LIMIT_SECONDS
 
 
 def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:

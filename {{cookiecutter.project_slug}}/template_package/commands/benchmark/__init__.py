@@ -130,7 +130,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path) -> None:
-    """Each row once a round, so that other work of the machine meets all alike. A row that fails is not tried again."""
+    """Run each row once a round, so that other load affects all rows equally. A row that fails is not tried again."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):

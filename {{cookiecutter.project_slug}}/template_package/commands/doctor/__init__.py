@@ -54,7 +54,7 @@ class Machine:
 
     line: CommandLine
     nvml: Any = None
-    config: Any = None  # None too if it has a mistake
+    config: Any = None  # None until it is read, and if it has a mistake
     devices: list[str] = field(default_factory=list)
 
 

@@ -78,7 +78,7 @@ def show(value: Any) -> str:
 def describe_run(directory: Path) -> dict[str, Any]:
     """Collect the contents of one run's report, besides the curves."""
     default = {}
-    with suppress(ConfigError):  # a field of model.py or dataset.py without a default
+    with suppress(ConfigError):  # raised if a field of model.py or dataset.py has no default
         default = dotted(to_dict(build_config({})))
     media: dict[str, list[dict[str, str]]] = {}
     for path in sorted(directory.glob("media/step_*_*"), reverse=True):

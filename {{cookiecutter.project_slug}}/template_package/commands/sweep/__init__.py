@@ -127,7 +127,7 @@ def as_words(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep that the file describes. ConfigError with key, value and rule of the first mistake."""
+    """Read the sweep file. ConfigError names the first wrong key, its value and the rule."""
     try:
         return Sweep.model_validate(read_settings(path, []))
     except ValidationError as error:
@@ -173,7 +173,7 @@ class SweepRunner:
         config, *_ = [load_config(line.config_path, own) for own in words]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
-        self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # one: with named GPUs, or all that are free
+        self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # 1 if a run names its GPUs or takes all free ones
         if sweep.at_once != "auto":
             self.num_slots = sweep.at_once
         elif self.is_on_cpu:
@@ -312,7 +312,7 @@ class SweepRunner:
             self.study.tell(trial, *result)
 
     def settle(self, run: Run, exit_code: int) -> None:
-        """Note what became of a run."""
+        """Write down the status of a run that has ended, and its best value or its error."""
         summary = read_json(self.folder / run.name / "summary.json")
         best = summary.get("best") or {}
         run.value, run.step = best.get(self.metric), best.get("step")
