@@ -160,7 +160,8 @@ class Bench:
         return path
 
 
-def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path) -> None:
+def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, *, num_tries: int = 2) -> None:
+    """Run the command to its end. One that hangs is killed and tried again: a peer's start hangs once in a while."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
     environment |= own_environment | {
@@ -189,6 +190,9 @@ def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: 
             if code != 0:
                 with suppress(ProcessLookupError):  # with all that it has started
                     os.killpg(process.pid, signal.SIGKILL)
+    if code is None and num_tries > 1:
+        print(f"{' '.join(command)} did not end in {TIMEOUT_SECONDS:.0f} s: tried again", flush=True)
+        return _run(command, cwd, own_environment, words, num_tries=num_tries - 1)
     if code != 0:
         text = words.read_text(encoding="utf-8")[-4000:]
         how = f"ended with exit code {code}" if code is not None else f"did not end in {TIMEOUT_SECONDS:.0f} s"
@@ -198,6 +202,7 @@ def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: 
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
+    return None
 
 
 def _read_loop(settings: Settings, output: Path) -> tuple[list[float], list[float], float]:
