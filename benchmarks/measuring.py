@@ -108,7 +108,8 @@ class Bench:
         started = time.time()
         environment = {"BENCHMARK_OUTPUT": str(output), **settings.to_environment()}
         environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in (HERE, row.extra_path) if path is not None)
-        _run([sys.executable, *words], self._project if is_ours else output, environment, output / "output.txt")
+        folder, num_tries = (self._project, 1) if is_ours else (output, 2)
+        _run([sys.executable, *words], folder, environment, output / "output.txt", num_tries)
         first_steps = [float(path.read_text(encoding="utf-8")) for path in output.glob("first_step_*")]
         assert len(first_steps) == case.num_ranks, f"{row.name}, {case.name}: {len(first_steps)} ranks made a step"
         startup = max(first_steps) - started
@@ -160,7 +161,7 @@ class Bench:
         return path
 
 
-def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, *, num_tries: int = 2) -> None:
+def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, num_tries: int) -> None:
     """Run the command to its end. One that hangs is killed and tried again: a peer's start hangs once in a while."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
