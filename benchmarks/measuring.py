@@ -105,11 +105,10 @@ class Bench:
             words = [*row.launcher, "run.py", *self._words(settings, output.name)]
         else:
             words = [*(row.launcher if case.num_ranks > 1 else ()), str(HERE / "loops" / row.script)]
-        started = time.time()
         environment = {"BENCHMARK_OUTPUT": str(output), **settings.to_environment()}
         environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in (HERE, row.extra_path) if path is not None)
         folder, num_tries = (self._project, 1) if is_ours else (output, 2)
-        _run([sys.executable, *words], folder, environment, output / "output.txt", num_tries)
+        started = _run([sys.executable, *words], folder, environment, output / "output.txt", num_tries)
         first_steps = [float(path.read_text(encoding="utf-8")) for path in output.glob("first_step_*")]
         assert len(first_steps) == case.num_ranks, f"{row.name}, {case.name}: {len(first_steps)} ranks made a step"
         startup = max(first_steps) - started
@@ -161,8 +160,8 @@ class Bench:
         return path
 
 
-def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, num_tries: int) -> None:
-    """Run the command to its end. One that hangs is killed and tried again: a peer's start hangs once in a while."""
+def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, num_tries: int) -> float:
+    """Run the command to its end, and return the time of its start. A peer that hangs is killed and tried again."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
     environment |= own_environment | {
@@ -172,6 +171,7 @@ def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: 
     }
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
+    started = time.time()
     with words.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
@@ -193,6 +193,8 @@ def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: 
                     os.killpg(process.pid, signal.SIGKILL)
     if code is None and num_tries > 1:
         print(f"{' '.join(command)} did not end in {TIMEOUT_SECONDS:.0f} s: tried again", flush=True)
+        for left in words.parent.glob("first_step_*"):
+            left.unlink()
         return _run(command, cwd, own_environment, words, num_tries=num_tries - 1)
     if code != 0:
         text = words.read_text(encoding="utf-8")[-4000:]
@@ -203,7 +205,7 @@ def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: 
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
-    return None
+    return started
 
 
 def _read_loop(settings: Settings, output: Path) -> tuple[list[float], list[float], float]:

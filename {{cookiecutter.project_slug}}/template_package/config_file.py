@@ -29,8 +29,8 @@ def our_word(key: str, value: str) -> str | None:
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
     if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
-        ours = ours.replace("=auto:{}", "")  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
-    value = "auto" if value in ("cuda", "gpu") else re.sub(r"cuda:|[\[\] ]", "", value)  # device=cuda:2, gpus=[0, 2]
+        ours = re.sub("=auto:{}.*", "", ours)  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
+    value = "auto" if value in ("cuda", "gpu", "-1") else re.sub(r"cuda:|[\[\] ]", "", value)  # cuda:2, [0, 2]
     return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
@@ -70,9 +70,7 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
             else:
                 pairs[-1][1] += f",{word}" if pairs[-1][1] else word.lstrip("=")
         pairs = [[key or "KEY", value or "VALUE"] for key, value in pairs or [["", ""]]]
-        if flags[0].endswith("]"):  # device_ids=[0, 1]: the shell has cut it at the blank
-            pairs = [["device_ids", "0,1, or put '…' around a setting with a blank"]]
-        ours = " ".join(our_word(key, value) or f"{full.get(key, key)}={value}" for key, value in pairs)
+        ours = " ".join(f"{full[k]}={v}" if k in full else our_word(k, v) or f"{k}={v}" for k, v in pairs)
         raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {ours}.")
     for word in overrides:
         key, _, text = word.partition("=")

@@ -24,7 +24,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, flush it to disk and rename it. FailureError for a full disk."""
+    """Let `write` fill a file next to `path`, flush it to disk and rename it. FailureError if the disk refuses."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

@@ -74,7 +74,8 @@ class CommandLine:
 def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
     """Command, config file and settings. ConfigError for a word that is none of these; SystemExit(0) after --help."""
     commands, line, has_command = ["train", *available_files("commands")], CommandLine(default_config), False
-    waiting = list(words)
+    # The shell has cut device_ids=[0, 1] at the blank.
+    waiting = [*filter(None, re.sub(r"=\[[^][]*\]", lambda m: m[0].replace("\0", ""), "\0".join(words)).split("\0"))]
     while waiting:
         word = waiting.pop(0)
         if word in ("-h", "--help"):

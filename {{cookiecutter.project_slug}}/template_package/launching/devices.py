@@ -89,8 +89,7 @@ def take_devices(
             return Devices(["mps"], [])
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     rule = f"must find {num_needed} GPUs that can be taken, and found {num_free} of {len(gpus.visible)}"
-    remedy = "Ask for fewer, or set launch.wait_minutes=30 or launch.share_gpus=true."
-    remedy = remedy if gpus.present else "Set device_ids=cpu, or cpu,cpu for two ranks."
+    remedy = "Ask for fewer, wait (launch.wait_minutes=30), share (launch.share_gpus=true), or set device_ids=cpu,cpu."
     raise ConfigError(("\n" if gpus.present else " ").join([f"device_ids={wanted}: {rule}. {remedy}", *devices.notes]))
 
 

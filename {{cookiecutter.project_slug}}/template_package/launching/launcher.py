@@ -96,7 +96,8 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
             # After the last " host=", which begins each start, and before faulthandler's stacks.
             text = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
             tail = "\n".join(text.partition("Fatal Python error")[0].splitlines()[1:][-15:]) or "(nothing)"
-            failure = failure._replace(text=f"{failure.text}; {log} ends with:\n{tail}\nThe same command continues.")
+            words = "Training goes on from the last checkpoint by the same command."
+            failure = failure._replace(text=f"{failure.text}; {log} ends with:\n{tail}\n{words}")
         print_failure(failure, contexts[failure.rank])
     return code
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -108,7 +108,8 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
             if not store.check([READY]):
                 return
             store.set(STOP, str(int(signals[0])))
-            print(STOP_MESSAGE, file=sys.stderr)
+            with suppress(OSError):  # Ctrl-C has ended `2>&1 | tee log` too
+                print(STOP_MESSAGE, file=sys.stderr, flush=True)
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:

@@ -18,8 +18,6 @@ from .base import ShowsModule, Strategy
 
 
 class DataParallelStrategy(Strategy):
-    """torch's DataParallel over the devices of this process; with a single one, the plain module."""
-
     def __init__(self, config: TrainingConfig, context: RankContext, _: DdpConfig) -> None:
         super().__init__(config, context)
         for key in ("compile", "activation_checkpointing", "sync_batchnorm"):

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class FullyShardedStrategy(Strategy):
-    """torch's fully_shard over all ranks: one unit per block, and one for the remaining parameters."""
-
     has_collective_forward = True
     needs_all_gradients = True
     can_rebuild = False

@@ -29,6 +29,9 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders
     its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
     """
+    for name, value in strategy.module.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. Set persistent=False for a buffer.")
     calls: list[None] = []
     buffers = [buffer.clone() for buffer in strategy.module.buffers()]
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Evaluates a strategy's model on one data set, as often as it is asked to."""
-
     def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         self._loader = EvaluationLoader(dataset, config.loader, context, name, max_batches and max_batches * size)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import dataset as user_data
 from .. import model as user_model
-from ..config_file import other_words
+from ..config import other_words
 from ..data.loader import generators_restored
 from ..errors import ConfigError
 from ..strategies.base import Strategy
@@ -75,8 +75,7 @@ def tell_of_names(*datasets: Any) -> None:
     for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
         if hasattr(user_model, name):
             logger.info("%s() of model.py takes the place of %s", name, keys)
-    places = (user_model, user_data, *datasets)
-    names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
+    names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:
         close = get_close_matches(ours.get(name, name), FUNCTIONS, n=1, cutoff=0.8)

@@ -196,7 +196,7 @@ def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
         first, *table = refusal("auto:2", nvml, "0,1,3,4").splitlines()
         assert first == (
             "device_ids=auto:2: must find 2 GPUs that can be taken, and found 1 of 4. "
-            "Ask for fewer, or set launch.wait_minutes=30 or launch.share_gpus=true."
+            "Ask for fewer, wait (launch.wait_minutes=30), share (launch.share_gpus=true), or set device_ids=cpu,cpu."
         )
         assert states(table) == [
             "below launch.min_free_memory_gib=2",
@@ -207,7 +207,7 @@ def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
         ]
         assert names("auto:2", nvml, share_gpus=True) == ["cuda:1", "cuda:3"]
     assert names("auto:2", nvml) == ["cuda:1", "cuda:4"]
-    assert "found 0 of 0. Set device_ids=cpu, or cpu,cpu for two ranks." in refusal("auto:2", SimulatedNvml())
+    assert "found 0 of 0. Ask for fewer, wait" in refusal("auto:2", SimulatedNvml())
 
 
 @needs_linux

@@ -256,18 +256,19 @@ def fail_as_rank_1(directory: Path, attempt: int) -> None:
         print(1 / 0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_run_goes_on_in_silence_when_nobody_reads_its_console(tmp_path: Path) -> None:
     script = SCRIPT.replace('print("after the run")', "")
     command = [sys.executable, "-c", script, str(tmp_path), "none", str(ROOT / "config.yaml")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         process.stdout.close()  # type: ignore[union-attr]  # as `| head` does when it has enough
         errors = process.stderr.read().decode()  # type: ignore[union-attr]
+    assert process.returncode == 0, errors
     assert "Logging error" not in errors and "Traceback" not in errors
     assert len((tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == 6
     assert "printed words" in (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for attempt in range(2):
         with pytest.raises(ZeroDivisionError):
