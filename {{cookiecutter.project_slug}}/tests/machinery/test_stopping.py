@@ -180,6 +180,20 @@ def test_ctrl_c_saves_and_one_after_another_signal_does_not_wait(project: Projec
         assert time.monotonic() - sent[0] < LIMIT_SECONDS
 
 
+def test_ctrl_c_that_ends_the_reader_of_the_console_too_saves(project: Project) -> None:
+    process = project.start("device_ids=cpu,cpu", "model.seconds_per_step=0.05")
+    while num_lines(project) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    for stream in (process.stdout, process.stderr):  # as Ctrl-C does in `python run.py 2>&1 | tee log`
+        assert stream is not None
+        stream.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=LIMIT_SECONDS) == 130
+    step = project.lines("run")[-1]["step"]
+    assert project.checkpoint("run", step)["step"] == step
+
+
 def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
     process = project.start("loader.num_workers=1", "data.stuck_index=50")
     while num_lines(project) < 1:
