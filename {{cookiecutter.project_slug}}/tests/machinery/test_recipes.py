@@ -89,7 +89,10 @@ def test_notebook_recipe_trains(image_project: Project) -> None:
 def test_both_losses_are_those_of_their_parts(image_project: Project) -> None:
     section = TEXT[TEXT.index(f"## {BOTH}") :]
     blocks = re.findall(r"```python\n# (\S+)\n((?:.*\n)*?)```", section)[:2]
-    imports = {"dataset.py": "from typing import NamedTuple\n\n", "model.py": "from typing import Any\n\nimport torch\n\n"}
+    imports = {
+        "dataset.py": "from typing import NamedTuple\n\n",
+        "model.py": "from typing import Any\n\nimport torch\n\n",
+    }
     for file, code in blocks:
         image_project.append(file, imports[file] + code)
     words = ["evaluation.metric=val_loss", "evaluation.mode=min", "data.shift_probability=0", *WORDS]
