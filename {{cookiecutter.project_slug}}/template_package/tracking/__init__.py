@@ -245,7 +245,7 @@ class _Tee:
         if getattr(tqdm, "_instances", None) and "\r" not in text:  # the bar would be drawn over a part of a line
             self._held = text[text.rfind("\n") + 1 :]
             text = text.removesuffix(self._held)
-        with tqdm.external_write_mode(file=self.console), suppress(OSError):  # `| head` has ended
+        with suppress(OSError), tqdm.external_write_mode(file=self.console):  # `| head` has ended
             self._stream.write(text)
             self._stream.flush()
         if self._log is not None:

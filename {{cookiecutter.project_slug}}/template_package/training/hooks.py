@@ -71,7 +71,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Log names that look like misspelt ones of FUNCTIONS, and functions that take the place of a key."""
+    """Log misspelt names of FUNCTIONS, other tools' words for them, and functions that take the place of a key."""
     for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
         if hasattr(user_model, name):
             logger.info("%s() of model.py takes the place of %s", name, keys)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from template_package.commands import parse_command_line
 from template_package.config import load_config, to_dict
 from template_package.errors import ConfigError
 
@@ -355,3 +356,9 @@ def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> No
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not re.search("=N$|auto:2|=-|KEY", ours):
         load_config(ROOT / "config.yaml", ["launch.nodes=2", ours])
+
+
+def test_list_that_the_shell_has_cut_at_its_blanks_is_read_whole() -> None:
+    line = parse_command_line(["name=a", "device_ids=[cpu,", "cpu,", "cpu]", "seed=1"], ROOT / "config.yaml")
+    assert line.overrides == ["name=a", "device_ids=[cpu,cpu,cpu]", "seed=1"]
+    assert parse_command_line([], ROOT / "config.yaml").overrides == []
