@@ -23,6 +23,18 @@ bytes), and four times that with what Python and torch put around a tensor."""
 SHORT_GROWTH_MIB = 12
 """The blocks that allocators keep come early: in 4,000 steps even the second half has its share of them."""
 
+EVERY_STEPS = 1_000
+WAITS = f"""
+def after_step(model, step, log):
+    from pathlib import Path
+    if log.folder is not None and step % {EVERY_STEPS} == 100:  # rank 0; no evaluation, which has workers of its own
+        pause = Path("pause")
+        pause.touch()
+        while pause.exists():
+            time.sleep(0.01)
+"""
+"""The run waits to be measured: at a thousand steps a second it would be over before anybody has looked."""
+
 MORE_FILES = 8
 """A batch on its way from a worker is an open file for each tensor. One kept an evaluation would be
 15 in 3,000 steps."""
@@ -36,25 +48,22 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
         "logging.tracker=tensorboard", "evaluation.every_epochs=null", "evaluation.every_steps=200",
         "checkpoint.every_epochs=null", "checkpoint.every_steps=200", "checkpoint.keep_last=3", "loader.num_workers=1",
     ]  # fmt: skip
+    project.append("model.py", WAITS)
     process = project.start(*words)
     outputs: list[str] = []
     reading = threading.Thread(target=lambda: outputs.extend(process.communicate()))  # a pipe holds 64 KiB
     reading.start()
-    metrics = project.directory("run") / "metrics.jsonl"
     samples: list[tuple[int, float, int, int]] = []
+    pause = project.folder / "pause"
     while process.poll() is None:
         time.sleep(0.1)
-        step = max((line["step"] for line in project.lines("run")), default=0) if metrics.exists() else 0
-        is_between = step % 200 in (50, 100)  # not in an evaluation, which has files and workers of its own
-        if step >= (samples[-1][0] if samples else 0) + 1_000 and is_between:
-            try:
-                samples.append((step, *measure(process.pid)))
-            except psutil.Error:  # one of its processes has just ended
-                continue
+        if pause.exists():
+            samples.append((EVERY_STEPS * len(samples) + 100, *measure(process.pid)))
+            pause.unlink()
     reading.join(timeout=60)
     assert process.returncode == 0, "".join(outputs)[-5000:]
-    assert len(samples) >= num_steps // 2_000
-    first, last = samples[0], samples[-1]
+    assert len(samples) == num_steps // EVERY_STEPS
+    first, last = samples[1], samples[-1]  # the allocators' first blocks come in the first steps
     middle = next(sample for sample in samples if sample[0] >= num_steps // 2)
     growth, late_growth, tries = last[1] - first[1], last[1] - middle[1], Tries()
     with tries.one(f"{growth:.1f} and {late_growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
