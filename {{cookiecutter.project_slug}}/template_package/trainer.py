@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from . import model as user_model
 from .config import Config
@@ -21,7 +22,7 @@ from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_initial_weights, load_run, read_on_main
-from .training.checks import MemoryLimit, StepLosses, check_replicas, rehearse, rehearse_last
+from .training.checks import MemoryLimit, check_finite, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_on_epoch_begin, call_on_evaluation_end, figures_of, tell_of_names
 from .training.optimization import WeightAverage, choose_optimizer
@@ -50,7 +51,7 @@ class Trainer:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.clock = StepClock(context.started_at)
-        self.step_losses = StepLosses(context)
+        self.losses: list[tuple[Tensor, int]] = []  # of the steps that were not yet looked at
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model).train()
         if config.checkpoint.initial_weights is not None:
@@ -151,10 +152,10 @@ class Trainer:
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Count the step, then check, log and save where that is due."""
         config, progress = self.config, self.progress
-        num_samples = progress.count_step()
+        progress.count_step()
         if self.average is not None:
             self.average.update()
-        self.step_losses.new.append((sums["loss"], num_samples, progress.step))
+        self.losses.append((sums["loss"], progress.step))
         if self.profiler is not None:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
@@ -171,23 +172,21 @@ class Trainer:
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Write the step's figures: of all steps, only these wait for the device."""
-        self.step_losses.check()
+        check_finite(self.losses, self.context)
         progress = self.progress
-        epoch_mean = self.step_losses.epoch_mean(is_end=progress.is_epoch_end)
-        parts = torch.stack([epoch_mean, *sums.values()])  # in the widest dtype of these
-        epoch_loss, *values = (all_reduce(parts) / self.context.world_size).tolist()
-        record = progress.line("train") | dict(zip(sums, values, strict=True))
+        values = all_reduce(torch.stack([*sums.values()])) / self.context.world_size
+        record = progress.line("train") | dict(zip(sums, values.tolist(), strict=True))
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
         record["samples_per_second"] = self.clock.samples_per_second(progress.num_samples_seen)
         if gradient_norm is not None:
             record["gradient_norm"] = gradient_norm.item()
-        self.tracking.record(record, epoch_loss if progress.is_epoch_end else None)
+        self.tracking.record(record, is_epoch_end=progress.is_epoch_end)
 
     def evaluate(self, stop: StopRequest) -> None:
         """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            self.step_losses.check()
+            check_finite(self.losses, self.context)
             with self.average.swapped_in() if self.average is not None else nullcontext():
                 values = self.evaluator.run(self.strategy, stop.allows)
                 call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
@@ -200,7 +199,10 @@ class Trainer:
     def save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step."""
         with self.clock.paused():
-            self.step_losses.check(self.strategy.local_weights(), self.progress.step)
+            # A finite loss may have had a gradient that is not, so look at the weights too.
+            norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
+            self.losses.append((norm.to(self.context.device), self.progress.step))
+            check_finite(self.losses, self.context)
             state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.place)
             beat()  # the disk has the whole of launch.timeout_minutes
             if state is not None:  # rank 0

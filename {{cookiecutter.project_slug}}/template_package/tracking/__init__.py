@@ -90,8 +90,8 @@ class Tracking:
             self._trackers = {name: None for name in config.logging.tracker if name != "none"}
             self._call_trackers("start", directory, to_dict(config), step)
 
-    def record(self, values: Mapping[str, Any], epoch_loss: float | None = None) -> None:
-        """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it. epoch_loss: at an epoch's end."""
+    def record(self, values: Mapping[str, Any], *, is_epoch_end: bool = False) -> None:
+        """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it."""
         if not self._is_main:
             return
         try:
@@ -110,8 +110,8 @@ class Tracking:
         time_left = tqdm.format_interval(seconds_per_step * (self._total_steps - step))
         speed = f"{values['samples_per_second']:.0f} samples/s, {time_left} left"
         position = f"step {step}/{self._total_steps}"
-        if epoch_loss is not None:
-            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], position, epoch_loss, speed)
+        if is_epoch_end:
+            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], position, values["loss"], speed)
         elif self._bar.disable:
             logger.info("%s: %s, %s", position, figures, speed)
         else:

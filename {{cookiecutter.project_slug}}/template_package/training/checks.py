@@ -127,38 +127,18 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-class StepLosses:
-    """The losses of the steps, on the device: are all of them finite, and what is their mean over the epoch?"""
-
-    def __init__(self, context: RankContext) -> None:
-        self.new: list[tuple[Tensor, int, int]] = []  # loss, samples and number of each step since the last check()
-        self._sum, self._num_samples = torch.zeros((), dtype=context.sum_dtype, device=context.device), 0
-
-    def check(self, weights: list[Tensor] | None = None, step: int = 0) -> None:
-        """Add up the new losses. FailureError, on all ranks, if one or a weight is not finite. All ranks call it."""
-        first_step = torch.full((), sys.maxsize, device=self._sum.device)
-        if self.new:  # many at once: one by one would cost a small model's step a tenth more
-            losses, sizes, steps = zip(*self.new, strict=True)
-            values, counts = torch.stack(losses).to(self._sum), torch.tensor([sizes, steps]).to(self._sum.device)
-            self._sum += (values * counts[0]).sum()
-            self._num_samples += sum(sizes)
-            first_step = torch.where(values.isfinite(), first_step, counts[1]).min()
-            self.new.clear()
-        if weights is not None:
-            norms = torch.stack(torch._foreach_norm([weight.float() for weight in weights]))
-            is_finite = norms.sum().isfinite().to(first_step.device)
-            first_step = torch.where(is_finite, first_step, first_step.clamp(max=step))
-        if (found := int(all_reduce(first_step, dist.ReduceOp.MIN))) != sys.maxsize:
-            remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
-            problem = f"the loss of step {found}, or its gradient, is not finite"
-            raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
-
-    def epoch_mean(self, *, is_end: bool) -> Tensor:
-        """This rank's mean since the epoch began, or the run continued. is_end: the next step begins another epoch."""
-        mean = self._sum / self._num_samples
-        if is_end:
-            self._sum, self._num_samples = torch.zeros_like(self._sum), 0
-        return mean
+def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
+    """FailureError, on all ranks, if one of these losses, each with its step, is not finite. Empties the list."""
+    if not losses:  # on all ranks alike
+        return
+    values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more
+    steps_on_device = torch.tensor(steps, device=context.device)
+    first_step = torch.where(torch.stack(values).isfinite(), sys.maxsize, steps_on_device).min()
+    losses.clear()
+    if (found := int(all_reduce(first_step, dist.ReduceOp.MIN))) != sys.maxsize:
+        remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
+        problem = f"the loss of step {found}, or its gradient, is not finite"
+        raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 
 
 def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:

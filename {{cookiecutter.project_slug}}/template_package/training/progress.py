@@ -29,14 +29,12 @@ class Progress:
     num_drops: int = 0  # of the learning rate, where the metric has come to a plateau
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
-    def count_step(self) -> int:
-        """Count one global batch more, and return its number of samples: the last of an epoch may be shorter."""
-        size = min(self.global_batch_size, self.num_samples - self.position)
+    def count_step(self) -> None:
+        """Count one global batch more: the last of an epoch may be shorter."""
         self.step += 1
-        self.position += size
+        self.position += self.global_batch_size
         if self.position >= self.num_samples:
             self.epoch, self.position = self.epoch + 1, 0
-        return size
 
     @property
     def is_epoch_end(self) -> bool:

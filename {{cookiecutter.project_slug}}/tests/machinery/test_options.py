@@ -17,7 +17,7 @@ from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.strategies.common import settle_precision
-from template_package.training.checks import StepLosses, checksum
+from template_package.training.checks import check_finite, checksum
 
 from conftest import ROOT, Project
 
@@ -152,29 +152,12 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
 
 
 def test_first_step_that_was_not_finite_is_named() -> None:
-    losses = StepLosses(RankContext())
-    losses.new = [(torch.tensor(1.0), 4, 1), (torch.tensor(2.5), 2, 2)]
-    losses.check()
-    losses.new = [(torch.tensor(value), 4, step) for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))]
+    losses = [(torch.tensor(1.0), 1), (torch.tensor(2.5), 2)]
+    check_finite(losses, RankContext())
+    assert losses == []
+    losses = [(torch.tensor(value), step) for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))]
     with pytest.raises(FailureError, match="the loss of step 3,"):
-        losses.check()
-    finite, infinite = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.tensor([1.0, float("inf")])]
-    StepLosses(RankContext()).check(finite, step=5)
-    with pytest.raises(FailureError, match="the loss of step 5, or its gradient"):
-        StepLosses(RankContext()).check(infinite, step=5)
-
-
-def test_mean_over_an_epoch_weighs_steps_by_their_samples() -> None:
-    losses = StepLosses(RankContext())
-    losses.new = [(torch.tensor(1.0), 4, 1)]
-    losses.check()
-    assert losses.epoch_mean(is_end=False) == 1.0
-    losses.new = [(torch.tensor(2.5), 2, 2)]
-    losses.check()
-    assert losses.epoch_mean(is_end=True) == 1.5
-    losses.new = [(torch.tensor(3.0), 4, 3)]
-    losses.check()
-    assert losses.epoch_mean(is_end=True) == 3.0
+        check_finite(losses, RankContext())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -43,8 +43,8 @@ with rank_logs(directory, RankContext()):
         time.sleep(0.01)  # the bar is drawn several times
         if step % 20 == 0:
             counts = {"step": step, "epoch": step // 20}
-            epoch_loss = 0.5 if step == 40 else None
-            tracking.record({"split": "train", **counts, "loss": 0.25, "samples_per_second": 5000.5}, epoch_loss)
+            values = {"split": "train", **counts, "loss": 0.25, "samples_per_second": 5000.5}
+            tracking.record(values, is_epoch_end=step == 40)
             tracking.record({"split": "validation", **counts, "loss": 0.125, "accuracy": 0.75, "num_samples": 9})
         if step == 30:
             print("printed", "words", flush=True)
@@ -170,7 +170,7 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
         "step 20/60: loss 0.25, 5000 samples/s, T left",
         "step 20: validation loss 0.125, accuracy 0.75",
         "printed words",
-        "in two epoch 2 (step 40/60): training loss 0.5, 5000 samples/s, T left",
+        "in two epoch 2 (step 40/60): training loss 0.25, 5000 samples/s, T left",
         "step 40: validation loss 0.125, accuracy 0.75",
         "parts",
         "whole",
@@ -228,7 +228,7 @@ def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> Non
     expected = [
         evaluated.format(20),
         "printed words",
-        r"epoch 2 \(step 40/60\): training loss 0\.5, 5000 samples/s, \d\d:\d\d left",
+        r"epoch 2 \(step 40/60\): training loss 0\.25, 5000 samples/s, \d\d:\d\d left",
         evaluated.format(40),
         "in two parts",
         ".*UserWarning: a warning",
