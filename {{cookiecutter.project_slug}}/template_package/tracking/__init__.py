@@ -15,11 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -79,10 +80,9 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
         is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]  # None: if no terminal
         tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
-        console = getattr(sys.stderr, "console", sys.stderr)  # not _Tee: the bar is not for the log
-        options: dict[str, Any] = {"file": console, "disable": is_hidden if context.is_main else True, "miniters": 1}
+        options: dict[str, Any] = {"disable": is_hidden if context.is_main else True, "file": sys.__stderr__}
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
-        self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, **options)
+        self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, miniters=1, **options)
         if context.is_main:
             self._path = directory / "metrics.jsonl"
             _drop_repeated_lines(self._path, step, is_evaluation_pending)
@@ -180,42 +180,38 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     package = logging.getLogger(__name__.partition(".")[0])
     former_handlers, package.propagate = package.handlers, False
     package.setLevel(logging.INFO)
-    with ExitStack() as undo:
-        file = undo.enter_context(_LogFile(path, "a"))
-        log = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", write_through=True)
+    # Whole lines: the bar would be drawn over a part of one.
+    lines_to = partial(io.TextIOWrapper, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    with _Log(path, "a") as file:
+        stdout = stderr = log = lines_to(file)
         package.handlers = [logging.StreamHandler(log)]
         package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
         if context.is_main:
-            console = sys.stderr
-            package.addHandler(logging.StreamHandler(_Tee(sys.stdout, console)))
-            undo.enter_context(redirect_stdout(_Tee(sys.stdout, console, log)))
-            undo.enter_context(redirect_stderr(_Tee(sys.stderr, console, log)))
+            sys.stdout.flush()
+            package.addHandler(logging.StreamHandler(lines_to(_Console(1))))
+            stdout, stderr = lines_to(_Console(1, file)), lines_to(_Console(2, file))
         else:
             for descriptor in (1, 2):
-                former = os.dup(descriptor)
-                os.dup2(log.fileno(), descriptor)
-                undo.callback(os.close, former)
-                undo.callback(os.dup2, former, descriptor)
-            undo.enter_context(redirect_stdout(log))
-            undo.enter_context(redirect_stderr(log))
+                os.dup2(file.fileno(), descriptor)  # for good: this process ends soon after the body
         place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
         now, host = time.strftime("%Y-%m-%d %H:%M:%S"), f"host={socket.gethostname()}"
         print(now, host, f"pid={os.getpid()}", *place, file=log)
         faulthandler.enable(file=log)
         try:
-            yield
+            with redirect_stdout(stdout), redirect_stderr(stderr):
+                yield
         except Exception as error:
             log.write(f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
             raise
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            stdout.flush()
+            stderr.flush()
             faulthandler.disable()
             package.handlers = former_handlers
 
 
-class _LogFile(io.FileIO):
-    """A log whose disk may be full, which the next checkpoint reports."""
+class _Log(io.FileIO):
+    """A log, whose disk may be full: the next checkpoint reports that."""
 
     def write(self, content: Any) -> int:
         with suppress(OSError):
@@ -223,30 +219,16 @@ class _LogFile(io.FileIO):
         return len(content)
 
 
-class _Tee:
-    """A text stream that also writes to the log, above the progress bar. Attributes it lacks are the stream's own.
+class _Console(_Log):
+    """The console of rank 0, written above the progress bar, with a copy to the log."""
 
-    console: the original stderr, where the bar is drawn.
-    """
+    def __init__(self, descriptor: int, log: _Log | None = None) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._log = log
 
-    def __init__(self, stream: TextIO, console: TextIO, log: TextIO | None = None) -> None:
-        self.console, self._stream, self._log, self._held = console, stream, log, ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        self._held += text
-        self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        text, self._held = self._held, ""
-        if getattr(tqdm, "_instances", None) and "\r" not in text:  # the bar would be drawn over a part of a line
-            self._held = text[text.rfind("\n") + 1 :]
-            text = text.removesuffix(self._held)
-        with suppress(OSError), tqdm.external_write_mode(file=self.console):  # `| head` has ended
-            self._stream.write(text)
-            self._stream.flush()
+    def write(self, content: Any) -> int:
+        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):  # `| head` has ended
+            super().write(content)
         if self._log is not None:
-            self._log.write(text)
+            self._log.write(content)
+        return len(content)
