@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils._pytree import tree_map
 
 from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
@@ -66,14 +65,14 @@ class CheckpointFolder:
             for old in former[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
-    def load_first(self, paths: list[Path]) -> dict[str, Any] | None:
-        """The state in the first of these checkpoints that can be read; None without any."""
+    def load_first(self, paths: list[Path]) -> dict[str, Any]:
+        """The state in the first of these checkpoints that can be read."""
         for path in paths:
             try:
                 return load_checkpoint(path)
             except ConfigError as error:
                 logger.warning("%s Another one is tried.", error)
-        return None
+        raise ConfigError(f"{self.folder}: no checkpoint can be read. Choose another name=….")
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -95,13 +94,12 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION or not state.keys() >= KEYS:
             raise ValueError(f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights")
-    except FileNotFoundError:
-        remedy = "Name an existing file, or train first; without evaluations set evaluation.checkpoint=last."
-        raise ConfigError(f"{source}{path} does not exist. {remedy}") from None
     except Exception as error:  # a damaged file fails anywhere in the readers; a foreign one may hold anything
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a flipped bit can make an impossible offset
+        # EINVAL: a flipped bit can make an impossible offset.
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
-        raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another.") from None
+        remedy = "Name another one, or remove it; without evaluations set evaluation.checkpoint=last."
+        raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). {remedy}") from None
     return state
 
 
@@ -123,26 +121,21 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # it was about files from before the first start
         wanted = "auto"
-    if not paths and (weights := run / "model.safetensors").exists():
-        problem = f"a new run would replace {weights}, and no checkpoint is left to continue from"
-        raise ConfigError(f"name={config.name}: {problem}. Choose another name=…, or remove {run}.")
-    if not paths and wanted in ("auto", "never"):
+    if paths:
+        state = checkpoints.load_first(paths)
+        check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+        if wanted == "never" or wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
+            remedy = "Choose another name=…, or set checkpoint.resume=auto to continue."
+            raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
+        return state
+    if (weights := run / "model.safetensors").exists():
+        raise ConfigError(f"name={config.name}: a new run would replace {weights}. Choose another name=….")
+    if wanted in ("auto", "never"):
         return {}
-    if not paths:
-        state, source = load_checkpoint(Path(wanted), "checkpoint.resume="), f"checkpoint.resume={wanted}"
-        remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
-        check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
-        return progress.state_for_this_run(state)
-    if wanted == "never":
-        raise ConfigError(f"checkpoint.resume=never: {run} holds checkpoints. Choose another name=…, or remove {run}.")
-    if (own := checkpoints.load_first(paths)) is None:
-        problem = f"none of its {len(paths)} checkpoints can be read"
-        raise ConfigError(f"{checkpoints.folder}: {problem}. Choose another name=….")
-    check_same(own["config"], to_dict(config), DECISIVE, f"name={config.name}")
-    if wanted not in ("auto", own["config"]["checkpoint"]["resume"]):
-        remedy = "Choose another name=… to start from that file, or set checkpoint.resume=auto to continue."
-        raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
-    return own
+    state, source = load_checkpoint(Path(wanted), "checkpoint.resume="), f"checkpoint.resume={wanted}"
+    remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
+    check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
+    return progress.state_for_this_run(state)
 
 
 def check_same(
@@ -153,11 +146,11 @@ def check_same(
     A key that only one of them knows counts as its default: a field that model.py has gained or lost since.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
-    stored, changes = as_today(stored)
-    lines = [line for line in differing_keys(stored, present) if wanted.match(line)]
+    today = as_today(stored)
+    lines = [line for line in differing_keys(today, present) if wanted.match(line)]
     if lines := [line for line in lines if line.partition(": ")[0] not in keys_free_to_change()]:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
-    if changes := [change for change in changes if wanted.match(change)]:
+    if changes := [line for line in differing_keys(stored, today) if wanted.match(line)]:
         logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
 
 
@@ -207,28 +200,22 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     except Exception as error:
         raise ConfigError(f"{source}: no state dict ({one_line(error)}). Name a file of model.state_dict().") from None
     own = model.state_dict(keep_vars=True)
-    for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # compile and DDP, nested either way
-        if not weights.keys() & own.keys():
-            consume_prefix_in_state_dict_if_present(weights, prefix)
+    if not weights.keys() & own.keys():  # compile and DDP, nested either way
+        weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", name): value for name, value in weights.items()}
     names = {id(tensor): name for name, tensor in own.items() if name in weights}
-    for name, tensor in own.items():  # safetensors holds a tied tensor under one of its names
-        if id(tensor) in names:
-            weights.setdefault(name, weights[names[id(tensor)]])
+    # safetensors holds a tied tensor under one of its names.
+    weights |= {name: weights[names[id(tensor)]] for name, tensor in own.items() if id(tensor) in names}
     check_shapes({name: tensor.shape for name, tensor in own.items()}, weights, source)
     model.load_state_dict(weights)
 
 
 def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
     """Raise a ConfigError that lists every weight whose name or shape does not fit."""
-    problems = [f"{name} is missing" for name in shapes if name not in weights]
-    problems += [f"{name} is unexpected" for name in weights if name not in shapes]
-    for name in shapes.keys() & weights.keys():
-        if weights[name].shape != shapes[name]:
-            problems.append(f"{name} is {tuple(weights[name].shape)} instead of {tuple(shapes[name])}")
-    if problems:
-        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    if names := [name for name in shapes | found if found.get(name) != shapes.get(name)]:
+        lines = [f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model" for name in names[:20]]
         remedy = "Change model.* or model.py, or choose another file or name=…"
-        raise ConfigError(f"{source}: does not fit the model: {'; '.join(problems[:20])}{more}. {remedy}")
+        raise ConfigError(f"{source}: does not fit the model in {len(names)} tensors: {'; '.join(lines)}. {remedy}")
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:

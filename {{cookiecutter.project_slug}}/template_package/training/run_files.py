@@ -97,8 +97,8 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
     if not context.is_main:
         return summary
     checkpoints = CheckpointFolder(directory / "checkpoints")
-    paths = sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best)
-    if (state := checkpoints.load_first(paths)) is not None:
+    if paths := sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
+        state = checkpoints.load_first(paths)
         summary["best"] = state["best"]  # best.pt may come from steps that a crash lost and that were repeated
         export_weights(state.get("average", state["model"]), strategy.module, directory / "model.safetensors")
     write_json(directory / "summary.json", summary)
