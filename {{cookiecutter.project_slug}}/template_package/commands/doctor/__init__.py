@@ -18,24 +18,19 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError, one_line
 from ...files import run_directory
-from ...launching.processes import STARTED_AT, die_with_parent, end_process
+from ...launching.processes import STARTED_AT, die_with_parent
 from .. import CommandLine
 
 GIB = 2**30
-SECONDS, LINK_SECONDS = 26.0, 22.0  # from the start of a process: to the end of all checks, to that of the links
-NUM_FLOATS, NUM_TIMES = 2**22, 5  # 16 MiB
-NO_ANSWER = "no answer in time (or one of the two hangs in another pair)"
+SECONDS = 26.0  # from the start of the process to the end of all checks
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
@@ -50,12 +45,12 @@ class Finding(NamedTuple):
 
 @dataclass
 class Machine:
-    """The results of some checks that later ones need. devices: as torch calls those that a run would take now."""
+    """The results of some checks that later ones need. gpus: as torch calls those that a run would take now."""
 
     line: CommandLine
     nvml: Any = None
     config: Any = None  # None until it is read, and if it has a mistake
-    devices: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
 
 
 def main(line: CommandLine) -> int:
@@ -108,7 +103,7 @@ def run_checks(line: CommandLine, answers: Connection) -> None:
             detail, _, own_remedy = str(error).splitlines()[0].partition(". ")
             findings = [Finding(name, "broken", detail, own_remedy)]
         except (Exception, SystemExit) as error:
-            findings = [Finding(name, "broken", describe(error))]
+            findings = [Finding(name, "broken", one_line(f"{type(error).__name__}: {error}"))]
             traceback.print_exc()
         answers.send([f._replace(remedy="" if f.status == "ok" else f.remedy or remedy) for f in findings])
 
@@ -180,11 +175,9 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         remedy = "Type: python -m pip install --force-reinstall torch --index-url URL, URL from pytorch.org/get-started"
     detail = f"{len(gpus.visible)} of {len(gpus.present)} GPUs can be used{f' ({problem})' if problem else ''}"
     yield Finding("driver", status, detail, remedy)
-    minimum = machine.config.launch.min_free_memory_gib * GIB if machine.config else 0.0
-    remedy = "Wait for it, choose others by device_ids, or lower launch.min_free_memory_gib."
-    for gpu, text in zip(gpus.present, gpu_table(gpus, dict.fromkeys(gpus.visible, "")), strict=True):
-        name, _, detail = text.partition("  ")
-        yield Finding(name, "warning" if gpu.free_memory < minimum else "ok", detail, remedy)
+    for gpu, text in zip(gpus.present, gpu_table(gpus, {gpu: gpu.problem for gpu in gpus.visible}), strict=True):
+        name, _, detail = text.rstrip().partition("  ")
+        yield Finding(name, "warning" if gpu.problem else "ok", detail, "Leave it out, or install an older torch.")
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
@@ -195,81 +188,44 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 
     launch = replace(machine.config.launch, wait_minutes=0.0)
     names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
-    machine.devices, gpus = names, find_gpus(os.environ, machine.nvml)
+    machine.gpus, gpus = [name for name in dict.fromkeys(names) if ":" in name], find_gpus(os.environ, machine.nvml)
     told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if ":" in name else name for name in names]
     warnings = [note for note in notes if note.startswith("no GPU") or note.endswith("too")] if gpus.present else []
     yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
 
 
-def check_links(machine: Machine) -> Iterator[Finding]:
-    """A real all-reduce between each two of those GPUs, and between two CPU ranks: GPU ranks meet by gloo too."""
-    if machine.config is None:
-        return
-    devices = [*(name for name in dict.fromkeys(machine.devices) if name != "cpu"), "cpu", "cpu"]
-    remedy = "If it works with NCCL_P2P_DISABLE=1, switch off ACS or IOMMU in the BIOS; until then runs need it too."
-    results = measure_pairs(devices, machine.config.launch, STARTED_AT + LINK_SECONDS - time.time())
-    for (first, second), result in results.items():
-        name = "gloo" if devices[first] == "cpu" else f"{devices[first]} and {devices[second]}"
-        status = "ok" if result.endswith("GiB/s") else "broken"
-        yield Finding(name, status, f"all-reduce: {result}", "" if name == "gloo" else remedy)
+def check_gloo(machine: Machine) -> Iterator[Finding]:
+    """An all-reduce between two CPU ranks: the ranks of GPUs meet by gloo too."""
+    if machine.config is not None:
+        launch = replace(machine.config.launch, backend="gloo")
+        yield _all_reduce("gloo", ["cpu", "cpu"], replace(machine.config, launch=launch))
 
 
-def measure_pairs(devices: list[str], launch: Any, seconds: float) -> dict[tuple[int, int], str]:
-    """The speed between each two GPUs and each two CPU ranks, or the problem, after so many seconds at most."""
-    import torch.distributed as dist
-
-    from ...launching.launcher import serve_local_store
-
-    pairs = [(i, j) for i, j in combinations(range(len(devices)), 2) if (devices[i] == "cpu") == (devices[j] == "cpu")]
-    rounds = sorted(pairs, key=lambda pair: sum(pair) % len(devices))  # the pairs of a round have no rank in common
-    store, context = serve_local_store(), multiprocessing.get_context("spawn")
-    options = (devices, rounds, launch, store.port)
-    ranks = [context.Process(target=_run_rank, args=(rank, *options)) for rank in range(len(devices))]
-    for process in ranks:
-        process.start()
-    with suppress(dist.DistError):  # some do not answer in time
-        store.wait([f"{pair} {rank}" for pair in pairs for rank in pair], timedelta(seconds=max(0.1, seconds)))
-    results = dict[tuple[int, int], str]()
-    for pair in pairs:
-        keys = [f"{pair} {rank}" for rank in pair]
-        answers = [store.get(key).decode() if store.check([key]) else NO_ANSWER for key in keys]
-        results[pair] = min(answers, key=lambda answer: answer.endswith("GiB/s"))  # a problem before a speed
-    for process in ranks:
-        process.kill()
-    return results
+def check_gpu_link(machine: Machine) -> Iterator[Finding]:
+    """An all-reduce over all GPUs that a run would take. It runs a kernel on each, also if there is one."""
+    if machine.gpus:
+        yield _all_reduce("GPU link", machine.gpus, machine.config)
 
 
-def _run_rank(rank: int, devices: list[str], pairs: list[tuple[int, int]], launch: Any, port: int) -> None:
+def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
+    """Start ranks as a run does. The first that fails prints its traceback, headed by rank, host and device."""
+    from ...launching.devices import Devices
+    from ...launching.launcher import Node, launch
+
+    code = launch(sum_of_ones, config, Node(Devices(devices, []), len(devices)), len(devices))
+    result = "failed, see the traceback" if code else "works"
+    return Finding(name, "broken" if code else "ok", f"an all-reduce over {', '.join(devices)} {result}")
+
+
+def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
+    """Raise ArithmeticError if the sum over the ranks is wrong, as it is where an IOMMU blocks copies between GPUs."""
     import torch
-    import torch.distributed as dist
 
-    from ...launching.distributed import RankContext, join_group, leave_group, set_context
-    from ...launching.environment import choose_interface
+    from ...launching.distributed import all_reduce, rank_context
 
-    die_with_parent()
-    torch.set_num_threads(1)
-    store, device = dist.TCPStore("127.0.0.1", port, is_master=False), torch.device(devices[rank])
-    for pair in (pair for pair in pairs if rank in pair):
-        own = RankContext(pair.index(rank), 2, devices=(device,), store=dist.PrefixStore(f"group {pair}", store))
-        try:
-            set_context(own)
-            choose_interface(launch.network_interface, "127.0.0.1", is_one_machine=True)
-            backend = "gloo" if device.type == "cpu" else launch.backend
-            join_group(own, backend, timedelta(minutes=1))  # it will be killed before
-            values = torch.ones(NUM_FLOATS, device=device)
-            dist.all_reduce(values)  # the first one makes the connections
-            values[0].item()  # waits for the GPU
-            started_at = time.perf_counter()
-            for _ in range(NUM_TIMES):
-                dist.all_reduce(values)
-            is_right = bool((values == 2 ** (NUM_TIMES + 1)).all())
-            speed = NUM_TIMES * values.nbytes / GIB / (time.perf_counter() - started_at)
-            answer = f"{speed:.1f} GiB/s" if is_right else "the sum is wrong"
-        except Exception as error:
-            answer = f"{device}: {describe(error)}"
-        store.set(f"{pair} {rank}", answer)
-        leave_group()
-    end_process(0)
+    ones = torch.ones(2**22, device=rank_context(rank, world_size).device)  # 16 MiB
+    if not bool((all_reduce(ones) == world_size).all()):
+        raise ArithmeticError(f"the sum of {world_size} ones is wrong")
 
 
 # Name, function, and the remedy for its findings without one of their own, also if it fails or hangs itself.
@@ -282,13 +238,9 @@ CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
     ("config", check_config, "Mend model.py and dataset.py: their import and complete_config() must raise nothing."),
     ("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
     ("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
-    ("gloo", check_links, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
+    ("gloo", check_gloo, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
+    ("GPU link", check_gpu_link, "If NCCL_P2P_DISABLE=1 helps, switch off ACS or IOMMU in the BIOS, or always set it."),
 )
-
-
-def describe(error: BaseException) -> str:
-    """`ImportError: no such file`, shortened."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _grade(value: float, *, fine: float, enough: float) -> str:
