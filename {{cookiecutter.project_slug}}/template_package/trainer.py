@@ -6,6 +6,7 @@ that takes intricate code (stopping together, equal replicas, exact resume) has 
 
 import logging
 import sys
+import time
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_initial_weights, load_run, read_on_main
 from .training.checks import MemoryLimit, check_finite, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_on_epoch_begin, call_on_evaluation_end, figures_of, tell_of_names
+from .training.hooks import call_after_step, call_on_epoch_begin, figures_of, tell_of_names
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
@@ -50,13 +51,13 @@ class Trainer:
         if training.max_steps and all_steps < training.max_steps:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
-        self.clock = StepClock(context.started_at)
         self.losses: list[tuple[Tensor, int]] = []  # of the steps that were not yet looked at
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model).train()
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
         call_on_epoch_begin(model, range(1))
+        self.startup_seconds: float | None = None  # from the process's start to the end of its first step
         self.num_epochs_begun = 1  # for which on_epoch_begin() of model.py was called in this process
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
@@ -114,7 +115,8 @@ class Trainer:
         with memory.watched():
             rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
             rehearse_last(self.strategy, self.loader, self.context)
-        self.evaluator.set_micro_batch_size(self.loader.micro_batch_size)
+        if self.config.evaluation.micro_batch_size == "auto":
+            self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit
         if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
         # Only now: a start that is refused leaves the run's files as they are.
@@ -125,17 +127,17 @@ class Trainer:
         write_environment(directory, self.config, self.context, devices)
         self.profiler = start_profiler(directory, self.context.rank, self.config.logging.profile_steps, progress.step)
         self.loader.start(progress.epoch, progress.position)
-        self.clock.start(progress.num_samples_seen)
-        self.is_next_logged = progress.is_next_logged(self.config.logging.every_steps)
+        self.clock = StepClock(progress.num_samples_seen)
         return memory
 
     def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step, which does not wait for the device. Returns the weighted sums of this rank's loss and, on
-        logged steps, training_metrics() (their means over ranks are the global batch's); and the norm before clipping.
+        """Count and make one step, which does not wait for the device. Returns weighted sums of this rank's loss and,
+        on logged steps, training_metrics() (means over ranks are the global batch's); and the norm before clipping.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
-        peak = config.optimizer.learning_rate
-        rate = learning_rate(config.schedule, peak, progress.step + 1, self.total_steps, progress.num_drops)
+        progress.count_step()
+        is_logged, peak = progress.is_logged(config.logging.every_steps), config.optimizer.learning_rate
+        rate = learning_rate(config.schedule, peak, progress.step, self.total_steps, progress.num_drops)
         set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
@@ -143,29 +145,29 @@ class Trainer:
                 with strategy.autocast():
                     loss, outputs = user_model.compute_loss(strategy.model, batch)
                 strategy.backward(loss, weight)
-            figures = figures_of(loss, outputs, batch) if self.is_next_logged else {"loss": loss.detach()}
+            figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
             for name, value in figures.items():
                 part = weighted(value, weight)
                 sums[name] = sums[name] + part if name in sums else part
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Count the step, then check, log and save where that is due."""
+        """After a step: check, log and save where that is due."""
         config, progress = self.config, self.progress
-        progress.count_step()
         if self.average is not None:
             self.average.update()
         self.losses.append((sums["loss"], progress.step))
         if self.profiler is not None:
             self.profiler.step()
-        every = config.training.check_replicas_every_steps
-        if self.clock.end_first_step() or (every and progress.step % every == 0):
+        is_first, every = self.startup_seconds is None, config.training.check_replicas_every_steps
+        if is_first:  # in this process
+            self.startup_seconds = time.time() - self.context.started_at
+        if is_first or (every and progress.step % every == 0):
             check_replicas(self.strategy.module, progress.step, self.context)
-        if self.is_next_logged:  # decided before the step, since train_step() needs it
+        if progress.is_logged(config.logging.every_steps):
             self.log(sums, gradient_norm)
         call_after_step(self.strategy, progress.step, self.tracking)
         is_last = progress.step == self.total_steps
-        self.is_next_logged = progress.is_next_logged(config.logging.every_steps)
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
         if progress.is_due(config.checkpoint) or is_last:
             self.save()  # before the evaluation, which the next start repeats if it fails
@@ -188,8 +190,7 @@ class Trainer:
             config, progress = self.config.evaluation, self.progress
             check_finite(self.losses, self.context)
             with self.average.swapped_in() if self.average is not None else nullcontext():
-                values = self.evaluator.run(self.strategy, stop.allows)
-                call_on_evaluation_end(self.strategy, self.tracking.log(progress.step))
+                values = self.evaluator.run(self.strategy, stop.allows, self.tracking.log(progress.step))
             progress.is_evaluation_pending = False
             self.tracking.record({**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config, self.config.schedule.patience):
@@ -235,18 +236,20 @@ class Trainer:
 
     def finish(self) -> None:
         """Save the last step; end the loader's workers and the tracker; write summary and weights."""
-        times = self.clock.summary(self.progress.num_samples_seen)
-        if self.progress.step:
+        progress, seconds = self.progress, self.clock.seconds
+        if progress.step:
             self.save()
         self.loader.close()
         if self.profiler is not None:
             self.profiler.stop()
         status = "complete" if self.is_complete else "stopped"
-        counts = {"steps": self.progress.step, "epochs": self.progress.epoch, "best": self.progress.best}
-        summary = {"status": status, **counts, "micro_batch_size": self.loader.micro_batch_size, **times}
+        summary = {"status": status, "steps": progress.step, "epochs": progress.epoch, "best": progress.best}
+        summary |= {"micro_batch_size": self.loader.micro_batch_size, "startup_seconds": self.startup_seconds}
+        num_samples = progress.num_samples_seen - self.clock.first_sample
+        summary |= {"train_seconds": seconds, "samples_per_second": num_samples / max(seconds, 1e-9)}
         summary["seconds_waiting_for_data"] = self.loader.seconds_waited
-        self.progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
+        progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
         self.tracking.close()
         self.strategy.close()
         if self.context.is_main:
-            logger.info("%s: %s (%s)", status, self.progress.describe(), self.directory)
+            logger.info("%s: %s (%s)", status, progress.describe(), self.directory)

@@ -4,7 +4,6 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,9 +19,9 @@ from ..data.datasets import check_dataset, numbers_of
 from ..data.loader import BatchReader, MicroBatch, Request, cut_evenly, generators_restored, loss_weight_of, move
 from ..errors import ConfigError
 from ..files import write_json
-from ..launching.distributed import RankContext, all_reduce, broadcast_object, from_main, gather_objects, pack, unpack
+from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
-from .hooks import figures_of
+from .hooks import call_on_evaluation_end, figures_of
 from .stopping import Interrupted, beat
 
 CONFUSION_MATRIX = "confusion_matrix"  # the metric of build_metrics() that is written to reports/
@@ -37,8 +36,8 @@ class Evaluator:
         self._label_names: list[str] = getattr(dataset, "label_names", None) or []
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
-        share = -(-size // context.world_size)
-        self.set_micro_batch_size(config.training.micro_batch_size, share)
+        sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size, -(-size // context.world_size)
+        self.micro_batch_size = next(int(size) for size in sizes if size != "auto")  # the last one is a rank's share
 
     @cached_property
     def _metrics(self) -> Any:
@@ -50,19 +49,14 @@ class Evaluator:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
         return metrics
 
-    def set_micro_batch_size(self, of_training: int | str, share: int = 1) -> None:
-        """Take the training micro-batch, which is known to fit, for `auto`; if that is `auto` too, a rank's share."""
-        sizes = self._config.micro_batch_size, of_training, share
-        self._size = next(int(size) for size in sizes if size != "auto")
-
     @torch.no_grad()
     def run(
-        self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, num_parts: int | None = None
+        self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, log: Any = None, num_parts: int = 0
     ) -> dict[str, float]:
         """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
 
-        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. num_parts: rehearse on
-        the first micro-batch, cut in so many parts; 2 gives the loss alone.
+        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. log: for
+        on_evaluation_end(). num_parts: rehearse on the first micro-batch, cut in so many parts; 2 gives the loss alone.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -70,8 +64,7 @@ class Evaluator:
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
         sums: dict[str, Tensor] = {}  # of figure x weight, and of the weights
-        stack = ExitStack()
-        for micro_batch in self._loader.read(self._size, num_parts):
+        for micro_batch in self._loader.read(self.micro_batch_size, num_parts):
             batch, request = micro_batch
             beat()
             if not may_go_on():
@@ -79,23 +72,19 @@ class Evaluator:
             with strategy.autocast():
                 loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
             figures = {"": torch.ones_like(loss), **figures_of(loss, outputs, batch)}  # "": to add up the weights
-            if has_metrics and evaluate_batch is not None and not sums:
-                stack.enter_context(strategy.gathered())  # on all ranks, after their first forward pass
+            if has_metrics and evaluate_batch is not None:
+                with strategy.gathered(), strategy.autocast():  # on all ranks
+                    outputs = evaluate_batch(strategy.evaluation_model, batch)
             if has_metrics and request.num_samples:
-                if evaluate_batch is not None:
-                    with strategy.autocast():
-                        outputs = evaluate_batch(strategy.evaluation_model, batch)
                 user_model.update_metrics(metrics, outputs, batch)
             weight = loss_weight_of(micro_batch, strategy.module, self._context)
             for name, value in figures.items():
                 # A mean over nothing may be 0/0; here no gradient comes of it.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
-        stack.close()
+        if log is not None:
+            call_on_evaluation_end(strategy, log)
         for module in in_training:  # not model.train(): layers that the user keeps in eval mode stay there
             module.training = True
-        of_ranks = broadcast_object(gather_objects([*sums])) if num_parts == 2 else []
-        if any(names != [*sums] for names in of_ranks):  # or the ranks would add up different things, or wait for ever
-            raise ConfigError(f"training_metrics() in model.py must return the same names on every rank: {of_ranks}.")
         total_weight, *totals = all_reduce(torch.stack([*sums.values()])).tolist()
         means = [total / total_weight if total_weight else math.nan for total in totals]
         self._values = self._compute_over_ranks() if num_parts != 2 else {}
@@ -178,10 +167,10 @@ class EvaluationLoader:
         self._largest_share = -(-self.num_samples // context.world_size)
         self._reader = BatchReader(dataset, config, context, seed=0)
 
-    def read(self, micro_batch_size: int, num_parts: int | None = None) -> Iterator[MicroBatch]:
+    def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
         requests, pieces = [], cut_evenly(self._share, -(-self._largest_share // micro_batch_size))
-        for piece in pieces if num_parts is None else cut_evenly(pieces[0], num_parts):
+        for piece in cut_evenly(pieces[0], num_parts) if num_parts else pieces:
             indices = piece or [0]
             requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
         return self._reader.read(requests)

@@ -57,24 +57,17 @@ def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
 
 @torch.no_grad()
 def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
-    """Call on_evaluation_end(model, log) of model.py, with the model in eval mode. An error there is a warning."""
+    """Call on_evaluation_end(model, log) of model.py. An error there is a warning."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
-        in_training = [module for module in strategy.module.modules() if module.training]
-        strategy.module.eval()
         with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:
                 on_evaluation_end(strategy.evaluation_model, log)
             except Exception:
                 logger.warning("warning: on_evaluation_end() of model.py failed; the run goes on", exc_info=True)
-        for module in in_training:
-            module.training = True
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Log misspelt names of FUNCTIONS, other tools' words for them, and functions that take the place of a key."""
-    for name, keys in (("learning_rate", "the section schedule"), ("build_optimizer", "optimizer.name")):
-        if hasattr(user_model, name):
-            logger.info("%s() of model.py takes the place of %s", name, keys)
+    """Log misspelt names of FUNCTIONS, and other tools' words for them."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

@@ -10,8 +10,6 @@ from typing import Any
 
 from ..config import CheckpointConfig, EvaluationConfig
 
-EARLY_STOPPING = "best_epoch epochs_without_improvement is_evaluation_pending num_samples num_drops num_stale".split()
-
 
 @dataclass
 class Progress:
@@ -68,9 +66,9 @@ class Progress:
             self.num_drops, self.num_stale = self.num_drops + 1, 0
         return is_better
 
-    def is_next_logged(self, every_steps: int) -> bool:
-        """Whether the step to come is one whose figures are logged: every so many, and each epoch's last."""
-        return (self.step + 1) % every_steps == 0 or self.position + self.global_batch_size >= self.num_samples
+    def is_logged(self, every_steps: int) -> bool:
+        """Whether the step's figures are logged: every so many, and each epoch's last."""
+        return self.step % every_steps == 0 or self.is_epoch_end
 
     def line(self, split: str) -> dict[str, Any]:
         """The first entries of a line in metrics.jsonl."""
@@ -85,13 +83,12 @@ class Progress:
         return f"{counts}, best {name} {value:.4f} at step {step}"
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {key: getattr(self, key) for key in ("step", "epoch", "position", "best")}
-        return {**counts, "early_stopping": {key: getattr(self, key) for key in EARLY_STOPPING}}
+        others = dict(vars(self))
+        return {key: others.pop(key) for key in ("step", "epoch", "position", "best")} | {"early_stopping": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.epoch, self.position, self.best = (state[key] for key in ("step", "epoch", "position", "best"))
-        for key in EARLY_STOPPING:  # older files hold fewer
-            setattr(self, key, state["early_stopping"].get(key, getattr(self, key)))
+        vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
         """Another run's checkpoint at the same place in the data, with the steps counted in this run's batches."""
@@ -110,37 +107,21 @@ class Progress:
 class StepClock:
     """Counts the seconds spent in training steps, without start-up, evaluation and saving."""
 
-    def __init__(self, process_started_at: float) -> None:
-        self._process_started_at, self._paused_seconds = process_started_at, 0.0
-        self.startup_seconds: float | None = None  # from the process's start to the end of the first step
-
-    def start(self, num_samples_seen: int) -> None:
-        self._started_at, self._first_sample = time.perf_counter(), num_samples_seen
+    def __init__(self, num_samples_seen: int) -> None:
+        self._started_at, self.first_sample = time.perf_counter(), num_samples_seen
         self._lap = num_samples_seen, 0.0
 
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._started_at - self._paused_seconds
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started_at
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        begun_at, paused_before = time.perf_counter(), self._paused_seconds
+        paused_at = self.seconds
         yield
-        self._paused_seconds = paused_before + time.perf_counter() - begun_at  # a pause inside it counts once
-
-    def end_first_step(self) -> bool:
-        """Note when start-up ended. True at the first call in this process, then False."""
-        if self.startup_seconds is not None:
-            return False
-        self.startup_seconds = time.time() - self._process_started_at
-        return True
+        self._started_at = time.perf_counter() - paused_at  # a pause inside it counts once
 
     def samples_per_second(self, num_samples_seen: int) -> float:
         """The speed since the call before."""
-        (former_samples, former_seconds), self._lap = self._lap, (num_samples_seen, self._seconds())
+        (former_samples, former_seconds), self._lap = self._lap, (num_samples_seen, self.seconds)
         return (num_samples_seen - former_samples) / max(self._lap[1] - former_seconds, 1e-9)
-
-    def summary(self, num_samples_seen: int) -> dict[str, Any]:
-        """The part of summary.json that depends on the machine, for this start of the run."""
-        seconds = self._seconds()
-        speed = (num_samples_seen - self._first_sample) / max(seconds, 1e-9)
-        return {"startup_seconds": self.startup_seconds, "train_seconds": seconds, "samples_per_second": speed}
