@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from template_package.commands import CommandLine, benchmark
-from template_package.commands.benchmark import Row, as_markdown, compare, find_reason, main, plan_rows, summarize
+from template_package.commands.benchmark import Row, as_markdown, find_reason, main, plan_rows, summarize
 from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project
@@ -57,7 +56,6 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert {name: (run["world_size"], run["num_devices"], run["precision"]) for name, run in runs.items()} == {
         "one device": (1, 1, "fp32"),
         "ddp": (2, 2, "fp32"),
-        "ddp, torchrun": (2, 2, "fp32"),
         "ddp, 16-bit": (2, 2, "bf16"),
         "ddp, compile": (2, 2, "fp32"),
         "fsdp": (2, 2, "fp32"),
@@ -66,7 +64,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     losses = {name: row["final_loss"] for name, row in rows.items()}
     reference = losses["one device"]
     assert rows["one device"]["first_loss"] > 1.1 * reference
-    for name in ("ddp", "ddp, torchrun", "ddp, compile"):
+    for name in ("ddp", "ddp, compile"):
         assert losses[name] == pytest.approx(reference, rel=1e-4), name
     assert 1e-6 < abs(losses["ddp, 16-bit"] / reference - 1) < 0.05
     assert [name for name, row in rows.items() if row["is_loss_wrong"]] == ["fsdp"]
@@ -113,9 +111,9 @@ def test_signal_leaves_the_table_of_what_was_measured_and_no_process(
 ) -> None:
     with project.start("benchmark", "benchmark.steps=3", "name=b") as process:
         assert process.stdout is not None
-        for row in ["one device", "ddp", "ddp, torchrun"][: rows + 1]:  # the line of a row is written when it begins
+        for row in ["one device", "ddp", "ddp, 16-bit"][: rows + 1]:  # the line of a row is written when it begins
             assert process.stdout.readline() == f"round 1 of 3: {row}\n"
-        # The next row's processes: the one that will start the ranks; torchrun and its ranks.
+        # The next row's processes: the one that will start the ranks; a fork server and ranks too.
         are_there = has_processes(project.folder, [2, 4][rows - 1].__le__)
         os.killpg(process.pid, number)
         output, errors = process.communicate(timeout=20)
@@ -152,48 +150,48 @@ def test_each_round_has_another_order_and_a_failed_row_is_not_tried_again(
         row.reason = "it fails" * (row.name == "c")
 
     monkeypatch.setattr(benchmark, "_run_once", run)
-    benchmark._run_rounds([Row(name, ["cpu"]) for name in "abcd"], [], 3, tmp_path)
+    benchmark._run_rounds([Row(name, []) for name in "abcd"], [], 3, tmp_path)
     assert "".join(names) == "abcd" + "bda" + "dab"
 
 
 def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
     rows = plan_rows(["0", "2", "5"])
-    assert [row.name for row in rows[:5]] == ["one device", "ddp", "ddp, torchrun", "ddp, 16-bit", "ddp, compile"]
-    assert {"data_parallel", "fsdp"} <= {row.strategy for row in rows[5:]} and not any(row.reason for row in rows)
-    assert rows[0].device_ids == ["0"] and all(row.device_ids == ["0", "2", "5"] for row in rows[1:])
-    run = {"peak_memory_mib": [900.0], **dict.fromkeys(KEYS, 1.0)}
-    typed = ["--config=big.yaml", "data.name=a b", "device_ids=auto", "training.compile=true"]
+    assert [row.name for row in rows[:4]] == ["one device", "ddp", "ddp, 16-bit", "ddp, compile"]
+    assert {"data_parallel", "fsdp"} <= {row.name for row in rows[4:]}
+    run = {"peak_memory_mib": 900.0, **dict.fromkeys(KEYS, 1.0)}
     for row in rows:
         row.runs = [run]
-        *words, ids, strategy, precision, compiles = shlex.split(summarize(row, typed)["command"])
-        assert words[0] == "python" and words[-5:] == ["run.py", *typed]
-        assert words[1:-5] == list(row.launcher) and bool(row.launcher) == (row.name == "ddp, torchrun")
-        assert ids == f"device_ids={','.join(row.device_ids)}" and strategy == f"strategy={row.strategy}"
+    typed = ["--config=big.yaml", "data.name=a b", "device_ids=auto", "training.compile=true"]
+    for row, summary in zip(rows, summarize(rows, typed), strict=True):
+        *words, ids, strategy, precision, compiles = shlex.split(summary["command"])
+        assert words == ["python", "run.py", *typed] and row.words == [ids, strategy, precision, compiles]
+        assert ids == f"device_ids={'0' if row.name == 'one device' else '0,2,5'}"
+        assert strategy == f"strategy={'ddp' if row in rows[:4] else row.name}"
         assert compiles == f"training.compile={str(row.name == 'ddp, compile').lower()}"
         assert precision == f"training.precision={'auto' if row.name == 'ddp, 16-bit' else 'fp32'}"
-    assert rows[2].launcher == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
 def test_single_gpu_has_the_rows_that_fit() -> None:
     rows = plan_rows(["4"])
-    assert [row.name for row in rows if not row.reason] == ["one device", "one device, 16-bit", "one device, compile"]
-    assert all("launch.backend=gloo" in row.reason for row in rows if row.reason)
+    assert [row.name for row in rows] == ["one device", "one device, 16-bit", "one device, compile"]
+    assert all(row.words[:2] == ["device_ids=4", "strategy=ddp"] for row in rows)
 
 
-def summary(name: str, seconds: list[float], final_loss: float = 1.0) -> dict[str, Any]:
+def row_of(name: str, seconds: list[float], final_loss: float = 1.0) -> Row:
     """A row that ran once for each of `seconds`."""
-    run = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0, "peak_memory_mib": [900.0]}
+    run = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0, "peak_memory_mib": 900.0}
     run |= {"devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}, "waiting_share": 0.1}
     run |= {"global_batch_size": 8}
     times = [{"seconds_per_step": second, "samples_per_second": 64 / second} for second in seconds]
-    return summarize(Row(name, ["cpu"], runs=[{**run, **time} for time in times]), [])
+    return Row(name, ["device_ids=cpu"], runs=[{**run, **time} for time in times])
 
 
 @pytest.mark.parametrize(
     ("loss", "is_wrong"), [(1.0, False), (0.7, False), (1.3, False), (1.9, True), (float("nan"), True)]
 )
 def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_wrong: bool) -> None:
-    one, two = compare([summary("one device", [0.4, 0.9, 0.41]), summary("ddp", [0.25, 0.2, 0.3], loss)])
+    rows = [row_of("one device", [0.4, 0.9, 0.41]), Row("it fails", []), row_of("ddp", [0.25, 0.2, 0.3], loss)]
+    one, two = summarize(rows, [])
     assert (one["seconds_per_step"], two["seconds_per_step"]) == (0.41, 0.25)
     assert two["speed_up"] == pytest.approx(1.64) and two["spread"] == pytest.approx(0.4)
     assert two["is_loss_wrong"] == is_wrong

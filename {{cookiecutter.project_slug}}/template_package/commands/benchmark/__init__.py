@@ -28,7 +28,6 @@ from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import read_json, read_metrics
 
-DESCRIBED = "python platform host libraries devices git_commit global_batch_size".split()
 # Nothing but training steps, and a checkpoint at their end. The rate is constant: in a warm-up no row learns, and one
 # that does not train at all would look like the others.
 SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
@@ -39,6 +38,7 @@ SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.m
 NUM_WARM_UP_STEPS = 10
 
 TOLERANCE = 0.02  # of losses, relative: rounding and other random numbers make less
+MEDIANS = "seconds_per_step samples_per_second startup_seconds waiting_share peak_memory_mib first_loss final_loss"
 TABLE = """
 |                 row |   s/step | spread | samples/s | speed-up | start-up s | MiB/rank | waiting |          loss |
 | ------------------: | -------: | -----: | --------: | -------: | ---------: | -------: | ------: | ------------: |"""
@@ -48,9 +48,9 @@ ROW = (
 )
 LEGEND = """
 Medians of {rounds} runs; {steps} steps of {global_batch_size} samples, after {num_warm_up_steps} others.
-spread: slowest - fastest run. start-up: to the end of the first step, without torchrun's own. MiB/rank: of the largest
-rank. waiting: for data and for the start of the workers that read it. loss: mean of the last lines in metrics.jsonl;
-(!): the row learned less than half as much as the first.
+spread: slowest - fastest run. start-up: to the end of the first step. MiB/rank: of the largest rank. waiting: for data
+and for the start of the workers that read it. loss: mean of the last lines in metrics.jsonl; (!): the row learned less
+than half as much as the first.
 """
 
 
@@ -59,38 +59,26 @@ class Row:
     """A way to train, and what became of it: its runs, or the reason why there are none."""
 
     name: str
-    device_ids: list[str]
-    strategy: str = "ddp"
-    precision: str = "fp32"
-    is_compiled: bool = False
-    launcher: tuple[str, ...] = ()  # torchrun, as options of Python
+    words: list[str]  # key=value
     runs: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
 
-    @property
-    def words(self) -> list[str]:
-        values = [",".join(self.device_ids), self.strategy, self.precision, str(self.is_compiled).lower()]
-        keys = ("device_ids", "strategy", "training.precision", "training.compile")
-        return [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """One device first, with which the others are compared, then every file of strategies/."""
-    is_single = len(device_ids) == 1
-    name, precision = "one device" if is_single else "ddp", "bf16" if "cpu" in device_ids else "auto"
-    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(device_ids)}")
+    """One device first, with which the others are compared; every file of strategies/ if there are several devices."""
+    is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
+    name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
+    plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
     found = available_files("strategies", besides=("base", "common", "library_environment", "zero", "ddp"))
-    rows = [
-        Row("one device", device_ids[:1]),
-        Row("ddp", device_ids),
-        Row("ddp, torchrun", device_ids, launcher=torchrun),
-        Row(f"{name}, 16-bit", device_ids, precision=precision),
-        Row(f"{name}, compile", device_ids, is_compiled=True),
-        *(Row(strategy, device_ids, strategy) for strategy in sorted({"data_parallel", "fsdp", *found})),
-    ]
-    for row in (row for row in rows if is_single and not row.name.startswith("one device")):
-        row.reason = "there is one GPU; the same id twice and launch.backend=gloo try it with two ranks"
-    return rows
+    ways = {
+        "one device": {"device_ids": device_ids[0]},
+        "ddp": {},
+        f"{name}, 16-bit": {"training.precision": precision},
+        f"{name}, compile": {"training.compile": "true"},
+        **{strategy: {"strategy": strategy} for strategy in sorted({"data_parallel", "fsdp", *found})},
+    }
+    rows = [Row(name, [f"{key}={value}" for key, value in (plain | own).items()]) for name, own in ways.items()]
+    return [row for row in rows if row.name.startswith("one device") or not is_single]
 
 
 def main(line: CommandLine) -> int:
@@ -115,11 +103,7 @@ def main(line: CommandLine) -> int:
             exit_code = stop.code
         shutil.rmtree(folder / "run", ignore_errors=True)
         report: dict[str, Any] = {"name": config.name, "steps": options.steps, "rounds": options.rounds}
-        own = "benchmark|device_ids=|strategy=|training.precision=|training.compile="
-        typed = [word for word in sys.argv[1:] if not re.match(own, word)]
-        report["rows"] = compare([summarize(row, typed) for row in rows if row.runs])
-        for row in report["rows"][:1]:
-            report |= {key: row["runs"][0][key] for key in DESCRIBED}
+        report["rows"] = summarize(rows, [word for word in sys.argv[1:] if not word.startswith("benchmark")])
         idle = [row for row in rows if row.reason or not row.runs]
         report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
         text = as_markdown(report)
@@ -142,7 +126,7 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
     """Add a run to row.runs, or set row.reason and keep what the run printed."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, *row.launcher, *words, *row.words]
+    command = [sys.executable, *words, *row.words]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)}, start_new_session=True,
@@ -151,9 +135,6 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
         try:
             process.wait()
         finally:
-            process.terminate()  # torchrun ends its ranks then, which are not of this group
-            with suppress(subprocess.TimeoutExpired, StopRun):
-                process.wait(10.0)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
             process.wait()
@@ -172,38 +153,34 @@ def read_run(directory: Path) -> dict[str, Any]:
     run |= {"samples_per_second": speed, "seconds_per_step": run["global_batch_size"] / speed}
     run["waiting_share"] = run["seconds_waiting_for_data"] / run["train_seconds"]
     losses = [line["loss"] for line in lines]
-    return run | {"first_loss": mean(losses[:3]), "final_loss": mean(losses[-3:])}
+    run |= {"first_loss": mean(losses[:3]), "final_loss": mean(losses[-3:])}
+    return run | {"peak_memory_mib": max(run["peak_memory_mib"])}
 
 
 def find_reason(output: str) -> str:
     """The line of a failed run's output that says why: `error: …`, a traceback's last line, or the last one."""
-    found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)  # torchrun's follow
+    found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
     return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2]
 
 
-def summarize(row: Row, typed: list[str]) -> dict[str, Any]:
-    """The medians of a row's runs, and the command that trains this way. typed: words, which the row's override."""
-    times = [run["seconds_per_step"] for run in row.runs]
-    keys = ("seconds_per_step", "samples_per_second", "startup_seconds", "waiting_share", "first_loss", "final_loss")
-    return {
-        **{"name": row.name, "command": shlex.join(["python", *row.launcher, "run.py", *typed, *row.words])},
-        "spread": (max(times) - min(times)) / median(times),
-        **{key: median(run[key] for run in row.runs) for key in keys},
-        "peak_memory_mib": median(max(run["peak_memory_mib"]) for run in row.runs),
-        "runs": row.runs,
-    }
+def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
+    """Medians of each row that ran, its `speed_up` over the first, and the command that trains this way.
 
-
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with `speed_up` over the first, and `is_loss_wrong`: it learned less than half as much, or is NaN."""
-    for row in rows:
-        base = rows[0]
+    is_loss_wrong: it learned less than half as much as the first, or its loss is NaN. typed: words for the command.
+    """
+    summaries: list[dict[str, Any]] = []
+    for row in (row for row in rows if row.runs):
+        entry: dict[str, Any] = {key: median(run[key] for run in row.runs) for key in MEDIANS.split()}
+        summaries.append(entry)
+        base, times = summaries[0], [run["seconds_per_step"] for run in row.runs]
         # Dropout draws other numbers on other ranks, which alone makes a fifth in the steep beginning of a training.
         gain = max(0.0, base["first_loss"] - base["final_loss"])
         limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
-        row["speed_up"] = base["seconds_per_step"] / row["seconds_per_step"]
-        row["is_loss_wrong"] = not row["final_loss"] <= limit
-    return rows
+        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *typed, *row.words])}
+        entry |= {"spread": (max(times) - min(times)) / median(times), "runs": row.runs}
+        entry |= {"speed_up": base["seconds_per_step"] / entry["seconds_per_step"]}
+        entry |= {"is_loss_wrong": not entry["final_loss"] <= limit}
+    return summaries
 
 
 def as_markdown(report: dict[str, Any]) -> str:
