@@ -11,34 +11,31 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from . import model as user_model
-from .config_file import available_files, other_words, our_word, read_settings
+from .config_file import available_files, dotted, other_words, our_word, read_settings
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
 
 
-def parse_device_ids(value: object) -> str | list[int] | list[str]:
+def parse_device_ids(value: object) -> str | list[int | str]:
     """`auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"], ["mps"].
 
     value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … Whether a GPU exists is not asked here.
     """
-    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    texts = [str(entry).strip() for entry in entries]
-    if len(texts) == 1 and re.fullmatch("auto(:[1-9][0-9]{0,3})?", texts[0]):
-        return texts[0]
-    if 0 < len(texts) <= 256 and (texts == ["mps"] or all(text == "cpu" for text in texts)):
-        return texts
-    if 0 < len(texts) <= 256 and all(re.fullmatch("[0-9]{1,9}", text) for text in texts):
-        return [int(text) for text in texts]
-    numbers = ",".join(text.removeprefix("cuda:").removeprefix("gpu:") for text in texts)
-    if re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", numbers):
-        raise ValueError(f"GPUs are named by their number alone. Set device_ids={numbers}.")
-    raise ValueError("must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids=0,2 or device_ids=cpu,cpu.")
+    entries = value if isinstance(value, list) else str(value).split(",")
+    text = ",".join(str(entry).strip() for entry in entries)
+    if re.fullmatch("auto(:[1-9][0-9]{0,3})?", text):
+        return text
+    if re.fullmatch("mps|cpu(,cpu){0,255}|[0-9]{1,9}(,[0-9]{1,9}){0,255}", text):
+        return [int(entry) if entry.isdigit() else entry for entry in text.split(",")]
+    numbers = re.sub("(cuda|gpu):", "", text)
+    devices = numbers if re.fullmatch("[0-9]+(,[0-9]+)*", numbers) else "0,2 or device_ids=cpu,cpu"
+    raise ValueError(f"must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids={devices}.")
 
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -47,6 +44,13 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
+OTHERS = {"remedy": "Others come with the template: copy their file."}
+if TYPE_CHECKING:
+    StrategyName = str
+    TrackerName = str
+else:  # the files that there are
+    StrategyName = Literal[*available_files("strategies", besides=("base", "common", "library_environment", "zero"))]
+    TrackerName = Literal["none", *available_files("tracking")]
 
 
 @dataclass
@@ -145,7 +149,7 @@ class CheckpointConfig:
 @dataclass
 class LoggingConfig:
     every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl and of the console
-    tracker: list[Text] = field(default_factory=lambda: ["tensorboard"])  # none, or files of tracking/
+    tracker: list[TrackerName] = field(default_factory=lambda: ["tensorboard"], metadata=OTHERS)  # files of tracking/
     report: bool = True  # at the end of a run, report.html; needs the command `report`
     progress_bar: bool | Auto = "auto"  # auto: if a person watches
     profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # first and last step
@@ -166,7 +170,7 @@ class Config:
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "baseline"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # NumPy takes no other
     device_ids: Annotated[Any, BeforeValidator(parse_device_ids)] = "auto"
-    strategy: Text = "ddp"  # a file of strategies/
+    strategy: StrategyName = field(default="ddp", metadata=OTHERS)  # a file of strategies/
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     ddp: DdpConfig = field(default_factory=DdpConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -181,43 +185,20 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        for is_conflict, key, rule in _conflicts(self):
-            if is_conflict:
-                section, _, name = key.rpartition(".")
-                value = getattr(getattr(self, section) if section else self, name)
-                raise ValueError(f"{key}={one_line(value).strip('[]')}: {rule}")
+        launch, devices = self.launch, self.device_ids
+        is_doubled = isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
+        if is_doubled and launch.backend != "gloo":
+            rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
+            raise ValueError(f"device_ids={one_line(devices).strip('[]')}: {rule}")
+        if "cpu" in devices and launch.backend == "nccl":
+            raise ValueError("launch.backend=nccl: NCCL has no CPU ranks. Set it to auto.")
+        if launch.node_rank >= launch.nodes:
+            raise ValueError(f"launch.node_rank={launch.node_rank}: must be below launch.nodes. Set both.")
+        if not (self.training.epochs or self.training.max_steps):
+            raise ValueError("training.epochs=null: needs an end of the run. Set it, or training.max_steps.")
 
 
 _adapter: Callable[[], TypeAdapter[Config]] = cache(partial(TypeAdapter, Config))  # made when it is first called
-
-
-def _conflicts(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """(whether there is a conflict, the key to blame, rule and remedy), for keys that depend on others or on files."""
-    strategies = available_files("strategies", besides=("base", "common", "library_environment", "zero"))
-    trackers = ["none", *available_files("tracking")]
-    choices = [("strategy", config.strategy, strategies)]
-    choices += [("logging.tracker", name, trackers) for name in config.logging.tracker]
-    for key, name, names in choices:
-        close = _close(name.lower().rpartition(".")[2], names)  # torch.nn.DataParallel
-        remedy = f"Did you mean {key}={close}?" if close else "Others come with the template: copy their file."
-        yield name not in names, key, f"must be one of {', '.join(names)}. {remedy}"
-    launch, devices = config.launch, config.device_ids
-    is_doubled = isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
-    rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
-    yield is_doubled and launch.backend != "gloo", "device_ids", rule
-    yield "cpu" in devices and launch.backend == "nccl", "launch.backend", "NCCL has no CPU ranks. Set it to auto."
-    yield launch.node_rank >= launch.nodes, "launch.node_rank", "must be below launch.nodes. Set both."
-    has_end = config.training.epochs or config.training.max_steps
-    yield not has_end, "training.epochs", "needs an end of the run. Set training.max_steps or training.epochs."
-    evaluation = config.evaluation
-    is_blind = config.schedule.name == "plateau" and not (evaluation.every_epochs or evaluation.every_steps)
-    yield is_blind, "schedule.name", "needs evaluations. Set evaluation.every_epochs=1."
-
-
-def _close(value: str, values: Sequence[str]) -> str | None:
-    """The one of `values` that is meant: by the word that another tool has for it, or by its spelling."""
-    meant = [ours for ours, others in other_words()["values"].items() if ours in values and value in others.split()]
-    return next(iter(meant or get_close_matches(value, values, n=1)), None)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -234,7 +215,7 @@ def build_config(settings: dict[str, Any]) -> Config:
         config: Config = _adapter().validate_python(settings)
         getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError("\n".join(_explain(error))) from None
     except (ValueError, OSError) as error:  # raised by complete_config, which may read a file
         raise ConfigError(" ".join(str(error).split())) from None
     return config
@@ -242,59 +223,45 @@ def build_config(settings: dict[str, Any]) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as dicts, lists, text and numbers, for YAML, JSON and checkpoints; load_config reads it back."""
-    return cast(dict[str, Any], _adapter().dump_python(config, mode="json", warnings=False))
+    return dict(_adapter().dump_python(config, mode="json", warnings=False))
 
 
-def differing_keys(stored: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
+def differing_keys(stored: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """ "key: stored value -> present value" for each dotted key in which two plain configs differ."""
-    lines: list[str] = []
-    for key in [*stored, *(key for key in present if key not in stored)]:
-        former, now, dotted = stored.get(key), present.get(key), f"{prefix}{key}"
-        if isinstance(former, dict) and isinstance(now, dict):
-            lines += differing_keys(former, now, f"{dotted}.")
-        elif former != now:
-            lines.append(f"{dotted}: {one_line(former)} -> {one_line(now)}")
-    return lines
+    former, now = dotted(stored), dotted(present)
+    values = {key: (former.get(key, "(none)"), now.get(key, "(none)")) for key in former | now}
+    return [f"{key}: {one_line(old)} -> {one_line(new)}" for key, (old, new) in values.items() if old != new]
 
 
-def as_today(stored: dict[str, Any], section: Any = Config, prefix: str = "") -> tuple[dict[str, Any], list[str]]:
-    """A stored plain config with the keys of today, and what that changes: new ones have their defaults."""
-    types, today = _field_types(section), dict[str, Any]()
-    changes = [f"{prefix}{key}={one_line(value)} is gone" for key, value in stored.items() if key not in types]
+def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
+    """A stored plain config with the keys of today: new ones have their defaults, and old ones are gone."""
+    types, today = get_type_hints(section), dict[str, Any]()
     for item in fields(section):
         if is_dataclass(types[item.name]):
-            inner = as_today(stored.get(item.name) or {}, types[item.name], f"{prefix}{item.name}.")
-            today[item.name], changes = inner[0], changes + inner[1]
-        elif item.name in stored:
-            today[item.name] = stored[item.name]
-        elif item.default is not MISSING or callable(item.default_factory):
-            today[item.name] = item.default_factory() if callable(item.default_factory) else item.default
-            changes.append(f"{prefix}{item.name}={one_line(today[item.name])} is new")
-    return today, changes
+            today[item.name] = as_today(stored.get(item.name) or {}, types[item.name])
+        elif (value := stored.get(item.name, default_of(item))) is not MISSING:
+            today[item.name] = value
+    return today
 
 
-def _field_types(section: Any) -> dict[str, Any]:
-    types = get_type_hints(section, include_extras=True)
-    return {item.name: types[item.name] for item in fields(section)}
-
-
-def keys_free_to_change() -> set[str]:
-    """The dotted keys that may change when a run continues: marked with metadata={"decisive": False}."""
-    return {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
+def default_of(item: Any) -> Any:
+    """The default of a dataclass field; MISSING if it has none."""
+    return item.default_factory() if callable(item.default_factory) else item.default
 
 
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, its dataclass field) of the whole config."""
-    types = _field_types(section)
+    """(dotted key, its dataclass field) of each value of the config."""
+    types = get_type_hints(section)
     for item in fields(section):
-        yield prefix + item.name, item
         if is_dataclass(types[item.name]):
             yield from all_keys(types[item.name], f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, item
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
     """A line for each key that does not exist. Makes a list of a text whose key takes one: betas=0.9,0.95."""
-    types = _field_types(section)
+    types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if name not in types:
@@ -317,45 +284,41 @@ def _takes_list(kind: Any) -> bool:
 
 
 def _unknown_key(key: str, value: Any) -> str:
-    while isinstance(value, dict) and len(value) == 1:  # a misspelt section: look at the key in it
-        (name, value), *_ = value.items()
+    while isinstance(value, dict) and value:  # a misspelt section: look at the first key in it
+        name, value = next(iter(value.items()))
         key = f"{key}.{name}"
-    keys = [key for key, _ in all_keys()]
-    sections = {key.rpartition(".")[0] for key in keys}
-    known = keys if value is None else [key for key in keys if (key in sections) == isinstance(value, dict)]
-    same = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
-    typed = "" if isinstance(value, dict) else f"={one_line(value)}"
-    close = get_close_matches(key, same, n=1, cutoff=0) or get_close_matches(key, known, n=1)
-    alike = get_close_matches(key, [other.rpartition(".")[2] for other in known], n=1, cutoff=0.7)  # epoch=3
-    close = close or [other for other in known if other.rpartition(".")[2] in alike]
-    meant = f"{close[0]}{typed * (close[0] not in sections)}" if close else None  # an empty section has no value
-    meant = meant if same else our_word(key, one_line(value)) or meant
+    last, typed = key.rpartition(".")[2], one_line(value)
+    known = {other: other.rpartition(".")[2] for other, _ in all_keys()}
+    alike = get_close_matches(last, known.values(), n=1, cutoff=0.7)  # epoch=3
+    close = get_close_matches(key, [other for other, name in known.items() if name in alike], n=1, cutoff=0)
+    meant = None if last in alike else our_word(key, typed)
+    meant = meant or (f"{close[0]}={typed}" if close else None)
     own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
-    return f"{one_line(key)}{typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
+    return f"{one_line(key)}={typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError) -> Iterator[str]:
     """A line for each key with a mistake: key, value, rule, remedy."""
     known, found = dict(all_keys()), dict[str, list[Any]]()
     for problem in error.errors(include_url=False):  # several of one key, if its type is a union
         location = ".".join(map(str, problem["loc"]))
-        key = max((key for key in known if f"{location}.".startswith(f"{key}.")), key=len, default=location)
+        key = next((key for key in known if f"{location}.".startswith(f"{key}.")), location)
         found.setdefault(key, []).append(problem)
-    return "\n".join(_mistake(key, known, problems) for key, problems in found.items())
-
-
-def _mistake(key: str, known: dict[str, Any], problems: list[Any]) -> str:
-    value, typed = problems[0]["input"], f"{key}={one_line(problems[0]['input'])}"
-    if isinstance(cause := problems[0].get("ctx", {}).get("error"), Exception):  # raised by a __post_init__, or by us
-        message = " ".join(str(cause).split())
-        # The message of a whole section names its key itself.
-        return f"{key}.{message}".lstrip(".") if not key or isinstance(value, dict) else f"{typed}: {message}"
-    if problems[0]["type"] == "missing":
-        return f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
-    rule = " or ".join(dict.fromkeys(problem["msg"] for problem in problems))  # several, if the type is a union
-    rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or").split(", unable")[0]
-    if close := _close(str(value).lower(), re.findall(r"'(\w+)'", rule)):
-        return f"{typed}: {rule}. Did you mean {key}={close}?"
-    default = known[key].default_factory() if callable(known[key].default_factory) else known[key].default
-    remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
-    return f"{typed}: {rule}. {remedy}"
+    for key, problems in found.items():
+        kind, value = problems[0]["type"], problems[0]["input"]
+        rule = " or ".join(dict.fromkeys(problem["msg"].split(", unable")[0] for problem in problems))
+        rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or")
+        rule = " ".join(rule.removeprefix("Value error, ").split())
+        if key not in known:  # raised by the __post_init__ of a section, whose message names its key itself
+            yield f"{key}.{rule}".lstrip(".")
+        elif kind == "missing":
+            yield f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
+        elif kind == "value_error":
+            yield f"{key}={one_line(value)}: {rule}"
+        else:
+            word, values = str(value).lower().rpartition(".")[2], re.findall(r"'(\w+)'", rule)  # torch.nn.DataParallel
+            ours = [own for own, others in other_words()["values"].items() if own in values and word in others.split()]
+            close, default = ours or get_close_matches(word, values, n=1), default_of(known[key])
+            remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
+            remedy = f"Did you mean {key}={close[0]}?" if close else known[key].metadata.get("remedy", remedy)
+            yield f"{key}={one_line(value)}: {rule}. {remedy}"

@@ -60,18 +60,14 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     if flags := [word for word in overrides if not re.match("[^-+~=][^=]*=", word)]:
-        groups = [(name, keys) for name, keys in reversed(settings.items()) if isinstance(keys, dict)]
-        full = {key: f"{name}.{key}" for name, keys in groups for key in keys} | {key: key for key in settings}
-        pairs: list[list[str]] = []
-        for word in filter(None, flags):  # --key value, --key=value, --key
-            if not pairs or re.match("[-+~]+[A-Za-z]", word) or (pairs[-1][1] and word[0].isalpha()):
-                key, _, value = word.lstrip("-+~").partition("=")
-                pairs.append([key.replace("-", "_"), value])
-            else:
-                pairs[-1][1] += f",{word}" if pairs[-1][1] else word.lstrip("=")
-        pairs = [[key or "KEY", value or "VALUE"] for key, value in pairs or [["", ""]]]
-        ours = " ".join(f"{full[k]}={v}" if k in full else our_word(k, v) or f"{k}={v}" for k, v in pairs)
-        raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {ours}.")
+        full = {key.rpartition(".")[2]: key for key in reversed(dotted(settings))}  # the first section that has it
+        # --key value, --key=value, --key value value, --key
+        pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", " ".join(flags)) or [("KEY", "")]
+        ours = []
+        for typed, values in pairs:
+            key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
+            ours.append(f"{full[key]}={value}" if key in full else our_word(key, value) or f"{key}={value}")
+        raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {' '.join(ours)}.")
     for word in overrides:
         key, _, text = word.partition("=")
         *sections, name = key.split(".")
@@ -82,14 +78,21 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
     return settings
 
 
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
 def parse_yaml(text: str, source: str) -> Any:
-    """Read a YAML text, and leave numbers and booleans as text. ConfigError names the source and the line."""
+    """Read a YAML text, and leave numbers and booleans as text. ConfigError tells the source and the line."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{source}{line}: not readable as YAML ({one_line(error)}). Correct or quote it.") from None
+        problem = " ".join(str(error).split())[:300]  # with its line
+        raise ConfigError(f"{source}: not readable as YAML ({problem}). Correct or quote it.") from None
 
 
 def _null(text: str, is_quoted: bool = False) -> str | None:

@@ -3,12 +3,12 @@
 import logging
 import os
 import re
+from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..config_file import available_files, read_settings, set_words
 from ..errors import ConfigError, one_line
@@ -19,11 +19,11 @@ from ..launching.processes import start_fork_server
 if TYPE_CHECKING:
     from ..config import Config
 
-USAGE = """usage: python run.py [COMMAND] [--config PATH] [key=value ...]
+USAGE = """python run.py [COMMAND] [--config PATH] [key=value ...]
 
 Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
-  python run.py device_ids=0,2 training.epochs=3 name=first\n"""
-TOOLS = ("doctor", "benchmark", "sweep", "report")
+  python run.py device_ids=0,2 training.epochs=3 name=first"""
+GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass
@@ -43,20 +43,16 @@ class CommandLine:
         it; where and how to evaluate is still the present file's.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
-        is_started_here = is_alone and self.command in ("train", "evaluate", "predict")
-        if is_started_here and _has_several_ranks(settings.get("device_ids")):
+        devices = str(settings.get("device_ids", "auto"))
+        has_several_ranks = "," in devices or (devices.startswith("auto") and len([*GPUS.glob("*")]) > 1)
+        if is_alone and has_several_ranks and self.command in ("train", "evaluate", "predict"):
             start_fork_server()  # it imports torch while this process does
-        from ..config import as_today, build_config, keys_free_to_change
+        from ..config import as_today, build_config
 
         stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
         if self.command in ("evaluate", "predict") and not self.is_config_typed and is_alone and stored.exists():
-            own, _ = as_today(read_settings(stored, ()))
-            own |= {key: settings.get(key, {}) for key in ("launch", "loader", "evaluation")}
-            own |= {"device_ids": settings.get("device_ids", "auto"), "name": settings.get("name", "baseline")}
-            for section, _, key in (key.partition(".") for key in keys_free_to_change()):
-                if key in (settings.get(section) or {}):  # a folder on this machine, say
-                    own[section][key] = settings[section][key]
-            settings = set_words(own, self.overrides)
+            own, here = as_today(read_settings(stored, ())), ("name", "device_ids", "launch", "loader", "evaluation")
+            settings = set_words(own | {key: settings[key] for key in here if key in settings}, self.overrides)
         return build_config(settings)
 
     def run(self) -> int:
@@ -73,34 +69,28 @@ class CommandLine:
 
 def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
     """Command, config file and settings. ConfigError for a word that is none of these; SystemExit(0) after --help."""
-    commands, line, has_command = ["train", *available_files("commands")], CommandLine(default_config), False
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
+    parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, metavar="PATH", default=default_config)
+    # torch.distributed.launch and deepspeed append it; the environment says the same.
+    parser.add_argument("--local-rank", "--local_rank", help=SUPPRESS)
+    options, others = parser.parse_known_args(words)
+    line = CommandLine(options.config, is_config_typed=options.config is not default_config)
+    commands, has_command = ["train", *available_files("commands")], False
     # The shell has cut device_ids=[0, 1] at the blank.
-    waiting = [*filter(None, re.sub(r"=\[[^][]*\]", lambda m: m[0].replace("\0", ""), "\0".join(words)).split("\0"))]
-    while waiting:
-        word = waiting.pop(0)
-        if word in ("-h", "--help"):
-            files = [*Path(__file__).parent.glob("[a-z]*.py"), *Path(__file__).parent.glob("*/__init__.py")]
-            lines = [line for file in files for line in re.findall('\\A"""(.*)', file.read_text(encoding="utf-8"))]
-            print(USAGE, *sorted(line.strip('"') for line in lines), sep="\n")
-            raise SystemExit(0)
-        if word.startswith("--config=") or (word == "--config" and waiting):
-            line.config_path, line.is_config_typed = Path(word.partition("=")[2] or waiting.pop(0)), True
-        elif word.startswith(("--local-rank=", "--local_rank=")):
-            continue  # torch.distributed.launch and deepspeed append it; the environment says the same
-        elif word in commands and not has_command:
+    whole = re.sub(r"=\[[^][]*\]", lambda match: match[0].replace("\0", ""), "\0".join(others))
+    for word in filter(None, whole.split("\0")):
+        if word in commands and not has_command:
             line.command, has_command = word, True
         elif has_command and (word == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", word)):
             line.rest.append(word)
         elif has_command or line.overrides or re.search(r"[=.]|^-", word):
             line.overrides.append(word)
-        elif word in TOOLS:
-            folder = f"{Path(__file__).parents[1].name}/commands/{word}"
-            raise ConfigError(f"{word}: this project was made without it. Copy {folder} from the template (tools=all).")
         else:
-            close = get_close_matches(word, commands, n=1)
-            remedy = f"Did you mean {close[0]}?" if close else "A value is set by key=value."
+            remedy = f"Set a value by key=value; copy a missing tool, {Path(__file__).parent}/NAME, from the template."
             raise ConfigError(f"{one_line(word)}: no such command; there are {', '.join(commands)}. {remedy}")
-    if line.rest and line.command not in ("predict", *TOOLS):
+    if line.rest and line.command in ("train", "evaluate", "smoke", "benchmark"):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only.")
     return line
 
@@ -112,10 +102,3 @@ def write_report(directory: Path) -> None:
             import_module(".report", __package__).write_report([directory], directory / "report.html")
         except Exception as error:
             logging.getLogger(__name__).warning("warning: no report.html (%s)", one_line(error))
-
-
-def _has_several_ranks(device_ids: Any) -> bool:
-    """Whether run.py will start several ranks; for `auto`, whether there are several GPUs."""
-    if str(device_ids).startswith("auto"):
-        return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) > 1
-    return len(device_ids) > 1 if isinstance(device_ids, list) else "," in str(device_ids)

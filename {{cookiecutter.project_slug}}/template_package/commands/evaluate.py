@@ -34,7 +34,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
         state, strategy, datasets = restore(path, config, context, lambda: build_datasets(config, context))
-        if lines := differing_keys(state["config"]["data"], to_dict(config)["data"], "data."):
+        if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
             words = "%s was trained with other values: %s. It may have seen samples of this split."
             logger.warning(words, path, "; ".join(lines))
         splits, split = dict(zip(("train", "validation", "test"), datasets, strict=False)), config.evaluation.split

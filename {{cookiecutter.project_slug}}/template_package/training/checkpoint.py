@@ -17,7 +17,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..config import Config, as_today, differing_keys, keys_free_to_change, to_dict
+from ..config import Config, all_keys, as_today, differing_keys, to_dict
 from ..data.loader import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
@@ -148,7 +148,8 @@ def check_same(
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
     lines = [line for line in differing_keys(today, present) if wanted.match(line)]
-    if lines := [line for line in lines if line.partition(": ")[0] not in keys_free_to_change()]:
+    may_change = {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
+    if lines := [line for line in lines if line.partition(": ")[0] not in may_change]:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
     if changes := [line for line in differing_keys(stored, today) if wanted.match(line)]:
         logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))

@@ -74,9 +74,9 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
 
     reasons = {entry["name"]: entry["reason"] for entry in report["not_run"]}
     assert list(reasons) == ["data_parallel"]
-    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be one of ddp, fsdp.")
+    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be 'ddp' or 'fsdp'.")
     folder = project.directory("b") / "benchmark"
-    assert "must be one of ddp, fsdp." in (folder / "data_parallel.log").read_text(encoding="utf-8")
+    assert "must be 'ddp' or 'fsdp'." in (folder / "data_parallel.log").read_text(encoding="utf-8")
     text = (folder / "benchmark.md").read_text(encoding="utf-8")
     assert output.endswith(f"\n{text}") and "round 1 of 1: fsdp\n" in output
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
