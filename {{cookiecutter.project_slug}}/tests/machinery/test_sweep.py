@@ -193,7 +193,7 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
     num_gpus: int, devices: Any, expected: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [Gpu(index) for index in range(num_gpus)]
-    monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: Gpus(gpus, gpus, None))
+    monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: Gpus(gpus, gpus))
     monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
     line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
     runner = commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {})))

@@ -162,21 +162,21 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     """The driver, whether torch sees its GPUs, and the free memory of each."""
     import torch
 
-    from ...launching.devices import find_gpus, gpu_table
+    from ...launching.devices import find_gpus
 
     gpus = find_gpus(os.environ, machine.nvml)
     num_seen, has_driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version").exists()
     problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
     is_harmless = problem.startswith("NVML: ") if gpus.present else not has_driver  # Jetson, AMD; no GPU
     status, remedy = "ok" if is_harmless or not problem else "broken", ""
-    if problem.startswith("CUDA_VISIBLE_DEVICES"):
+    if gpus.present and not gpus.visible:
         status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
     elif not (torch.version.cuda or torch.version.hip):
         remedy = "Type: python -m pip install --force-reinstall torch --index-url URL, URL from pytorch.org/get-started"
     detail = f"{len(gpus.visible)} of {len(gpus.present)} GPUs can be used{f' ({problem})' if problem else ''}"
     yield Finding("driver", status, detail, remedy)
-    for gpu, text in zip(gpus.present, gpu_table(gpus, {gpu: gpu.problem for gpu in gpus.visible}), strict=True):
-        name, _, detail = text.rstrip().partition("  ")
+    for gpu in gpus.present:
+        name, _, detail = f"{gpu}  {gpu.problem}".rstrip().partition("  ")
         yield Finding(name, "warning" if gpu.problem else "ok", detail, "Leave it out, or install an older torch.")
 
 
