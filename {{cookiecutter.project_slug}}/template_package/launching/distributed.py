@@ -1,9 +1,8 @@
-"""One rank's place among the others: joining and leaving the process group, and the collectives for plain objects.
+"""One rank's place among the others: joining the process group, and the collectives for plain objects.
 
 With one rank there is no process group, and every function here does the obvious thing.
 """
 
-import gc
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,21 +56,13 @@ class RankContext:
                 self.store.set(key, "")
 
 
-_context = RankContext()
-
-
-def set_context(context: RankContext) -> None:
-    """Store the place of this process, and set its device. The launcher calls it once, before run_fn."""
-    if context.device.type == "cuda":
-        torch.cuda.set_device(context.device)  # NCCL's collectives use the current one
-    global _context  # noqa: PLW0603 - one process is one rank
-    _context = context
+current = RankContext()  # this process's own, which the launcher puts here before run_fn
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
     """Return the place of this process, as the launcher has set it: rank `rank` of `world_size`."""
-    assert (rank, world_size) == (_context.rank, _context.world_size), "run_fn was not started by launch()"
-    return _context
+    assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
+    return current
 
 
 def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
@@ -84,13 +75,6 @@ def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
         store=dist.PrefixStore("group", context.store), rank=context.rank, world_size=context.world_size,
         timeout=timeout, device_id=context.device if is_nccl else None,
     )  # fmt: skip
-
-
-def leave_group() -> None:
-    """Destroy the process group. The caller has dropped model and optimizer: gloo hangs if DDP outlives the group."""
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

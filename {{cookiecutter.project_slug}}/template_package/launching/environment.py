@@ -60,9 +60,8 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
         return Launched(launcher, *place, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if launcher == "srun":
         rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
-        tasks: list[int] = []  # of each node, from "2(x3),1"
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")):
-            tasks += [int(count)] * int(times or 1)
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "2(x3),1"
+        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]  # of each node
         address = launch.master_addr
         if len(tasks) > 1 and is_loopback(address):  # the first node's name need not be the name of a host
             command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]

@@ -6,25 +6,29 @@ However it was started, a rank sees the same: a RankContext, a process group, it
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TextIO
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import synchronize
 
 from ..config import Config, differing_keys, to_dict
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
-from . import processes
+from . import distributed, processes
 from .devices import Devices, find_gpus, take_devices
-from .distributed import RankContext, join_group, leave_group, set_context
+from .distributed import RankContext, join_group
 from .environment import Launched, choose_interface, find_launcher, is_loopback
 
 RunFunction = Callable[[int, int, Config], None]
@@ -34,13 +38,9 @@ class Node(NamedTuple):
     """This node's part of a run: the devices of its local ranks, and how the ranks come to be."""
 
     devices: Devices
-    num_local_ranks: int  # one per device; 1 if a single rank drives them all (data_parallel)
+    num_ranks: int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
     launched: Launched | None = None  # where a launcher has put this process, if one has started it
     store: dist.Store | None = None  # where the launcher's ranks meet
-
-    @property
-    def num_ranks(self) -> int:
-        return self.launched.world_size if self.launched else self.num_local_ranks  # over all nodes
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
@@ -59,10 +59,11 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
     """Run run_fn(rank, world_size, config) once per rank, and return the exit code: 0, 1, 2, 130 or 143."""
-    devices, num_ranks = tuple(map(torch.device, node.devices.names)), node.num_local_ranks
+    devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
+    num_ranks = launched.local_world_size if launched else world_size  # on this node
     places = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
     contexts = [RankContext(*place, tuple(node.devices.notes), processes.STARTED_AT) for place in places]
-    if (launched := node.launched) is not None:
+    if launched is not None:
         context = replace(contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank)
         context = replace(context, attempt=launched.attempt, store=node.store)
         # A copy of stderr: the other ranks' stderr is their log while they train.
@@ -96,8 +97,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
             # After the last " host=", which begins each start, and before faulthandler's stacks.
             text = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
             tail = "\n".join(text.partition("Fatal Python error")[0].splitlines()[1:][-15:]) or "(nothing)"
-            words = "Training goes on from the last checkpoint by the same command."
-            failure = failure._replace(text=f"{failure.text}; {log} ends with:\n{tail}\n{words}")
+            failure = failure._replace(text=f"{failure.text}; {log} ends with:\n{tail}")
         print_failure(failure, contexts[failure.rank])
     return code
 
@@ -117,20 +117,21 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
     def fail(text: str, code: int) -> int:
         """Tell why this rank fails, unless another has failed before: then this one only lost its connection."""
-        failure, is_first = processes.Failure(context.rank, code, text), True
-        try:
-            words = json.dumps(failure)
-            is_first = store.compare_set(processes.FAILURE, "", words) == words.encode()
-        except dist.DistError:  # had the store's holder failed by itself, it would have said why
-            failure = failure._replace(text=f"rank 0, or its launcher, is gone ({text.strip().splitlines()[-1]})")
-        if console is not None and is_first:
+        failure = processes.Failure(context.rank, code, text)
+        own = first = json.dumps(failure).encode()
+        with suppress(dist.DistError):  # rank 0, or its launcher, is gone
+            first = store.compare_set(processes.FAILURE, "", own.decode())
+        if console is not None and first == own:
             print_failure(failure, context, console)
         return code
 
-    os.register_at_fork(after_in_child=processes.reset_signals)
+    # A child that the user forks, of a Pool for example, ends by SIGTERM, as Pool.terminate() expects.
+    os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     code = 0
     try:
-        set_context(replace(context, report=fail))
+        distributed.current = replace(context, report=fail)
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)  # NCCL's collectives use the current one
         if config.launch.debug:
             # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
@@ -151,7 +152,9 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
     if code != processes.OUT_OF_MEMORY:  # then the others may sit in a collective, and leaving would wait for them
-        leave_group()
+        gc.collect()  # gloo hangs if DDP outlives the group
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return code
 
 
@@ -168,13 +171,12 @@ def _check_alike(config: Config, context: RankContext) -> None:
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
     own["sources"] = {str(path.relative_to(package)): crc32(path.read_bytes()) for path in package.rglob("*.py")}
-    context.store.set(f"alike/{context.rank}", json.dumps(own))  # no collective: CPU and GPU ranks share no backend
-    first, *others = (json.loads(context.store.get(f"alike/{rank}")) for rank in range(context.world_size))
-    context.store.set(f"alike/read/{context.rank}", "")
+    # No collective: CPU and GPU ranks share no backend. Rank 0, whose process may hold the store, returns last.
+    timeout = context.store.timeout.total_seconds()
+    texts = synchronize(context.store, json.dumps(own).encode(), context.rank, context.world_size, "alike/", timeout)
+    first, *others = map(json.loads, texts)
     for rank, other in enumerate(others, start=1):
         if lines := differing_keys(first, other):
-            if context.is_main:  # the store may end with this process: the others read first
-                context.store.wait([f"alike/read/{rank}" for rank in range(context.world_size)])
             raise ConfigError(f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike.")
 
 
@@ -201,19 +203,14 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     server = dist.TCPStore(address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout)
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
     store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
-    if launched.launcher == "srun" and "cpu" not in config.device_ids:
-        own = json.dumps([gpu.uuid for gpu in find_gpus(environment).visible])
-        store.set(f"{key}/{launched.local_rank}", own)
-        if {store.get(f"{key}/{rank}") for rank in range(num_ranks)} != {own.encode()}:  # --gpus-per-task, --gpu-bind
-            devices = take_devices("auto:1", options, environment)
-            return Node(devices._replace(names=devices.names * num_ranks), num_ranks, launched, store)
+    if launched.launcher == "srun" and config.device_ids == "auto" and len(find_gpus(environment).visible) == 1:
+        devices = take_devices("auto:1", options, environment)  # each rank its own: --gpus-per-task=1, --gpu-bind
+        return Node(devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store)
     if launched.local_rank > 0:
-        return Node(Devices(json.loads(store.get(key)), []), num_ranks, launched, store)
-    if launched.attempt:  # the killed ranks' memory and locks may take a moment to be free
-        options = replace(options, wait_minutes=max(options.wait_minutes, 0.5))
+        return Node(Devices(json.loads(store.get(key)), []), launched.world_size, launched, store)
     devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:
         problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
         raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. Make both numbers equal.")
     store.set(key, json.dumps(devices.names))
-    return Node(devices, num_ranks, launched, store)
+    return Node(devices, launched.world_size, launched, store)

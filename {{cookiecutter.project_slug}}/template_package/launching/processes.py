@@ -1,7 +1,6 @@
 """Starts the processes of ranks and watches them: the first failure ends all, and none outlives its parent."""
 
 import ctypes
-import fcntl
 import json
 import multiprocessing
 import os
@@ -116,16 +115,15 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
     """Find the first failure, if any. A killed rank comes first: the others have lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
-    silent.sort(key=lambda each: each[1] != OUT_OF_MEMORY)  # first: meanwhile NCCL may abort the others
-    if failed and not silent and store.check([FAILURE]):
+    if not failed:
+        return None
+    if not silent and store.check([FAILURE]):
         return Failure(*json.loads(store.get(FAILURE)))
-    for rank, code in silent or failed:
-        text = f"ended with exit code {code}, without a word"
-        if code < 0:
-            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-            text = f"killed by {signal.Signals(-code).name}{hint}"
-        return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, is_silent=True)
-    return None
+    # Memory that ran out comes first: meanwhile NCCL may abort the others.
+    rank, code = min(silent or failed, key=lambda each: each[1] != OUT_OF_MEMORY)
+    text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, without a word"
+    text = text.replace("SIGKILL", "SIGKILL (out of memory?)")
+    return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, is_silent=True)
 
 
 def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
@@ -137,15 +135,8 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         signal.signal(number, lambda number, _: early_requests.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
-    launching_process = multiprocessing.parent_process()
-    if sys.platform == "linux" and launching_process is not None:
-        # The parent that the system knows is the fork server. This pipe is closed when the launching process is gone.
-        pipe = launching_process.sentinel
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
-        if wait([pipe], timeout=0):
-            os._exit(1)
+    if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
+        os.close(alive)  # the launching process alone keeps the fork server, this rank's parent, alive
     end_process(work(*arguments) or DONE)
 
 
@@ -162,13 +153,6 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
             os._exit(1)
-
-
-def reset_signals() -> None:
-    """In a forked child of a rank, of a user's Pool for example: let SIGTERM and its like end it, as Pool expects."""
-    for number in STOP_SIGNALS:
-        if callable(signal.getsignal(number)) and number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
     errors = [process.communicate(timeout=60)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
     words = "error: rank 1 would not train what rank 0 does: config.training.epochs: 3 -> 4"
-    assert sum(words in text for text in errors) == 1, errors
+    assert any(words in text for text in errors), errors
 
 
 def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
