@@ -38,9 +38,10 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code: 0 done, 1 a rank failed, 2 user error, 130 Ctrl-C, 143 SIGTERM."""
     from template_package.errors import ConfigError
 
+    if sys.platform == "win32":  # signals, locks and sockets of Unix
+        print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
+        sys.exit(2)
     try:
-        if sys.platform == "win32":  # signals, locks and sockets of Unix
-            raise ConfigError("Windows is not supported by itself. Type the command in WSL 2.")
         from template_package.commands import parse_command_line
 
         line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
