@@ -47,7 +47,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """REPLACE. The mean loss of one micro-batch (a scalar), and the outputs, which only update_metrics looks at.
+    """REPLACE. The mean loss of one micro-batch (a scalar), and the outputs, for update_metrics and training_metrics.
 
     Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
     """
