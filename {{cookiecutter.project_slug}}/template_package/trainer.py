@@ -155,7 +155,7 @@ class Trainer:
         """After a step: check, log and save where that is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
-            self.average.update()
+            self.average.update(progress.step)
         self.losses.append((sums["loss"], progress.step))
         if self.profiler is not None:
             self.profiler.step()
@@ -251,5 +251,4 @@ class Trainer:
         progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
         self.tracking.close()
         self.strategy.close()
-        if self.context.is_main:
-            logger.info("%s: %s (%s)", status, progress.describe(), self.directory)
+        logger.info("%s: %s (%s)", status, progress.describe(), self.directory)

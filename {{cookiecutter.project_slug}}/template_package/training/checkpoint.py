@@ -167,8 +167,8 @@ def load_run(
             raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
-        if average is not None and "average" in state:
-            average.set_weights(state["average"])
+        if average is not None:  # with training.ema_decay set since, it begins with the weights
+            average.set_weights(state.get("average", state["model"]))
         progress.load_state_dict(state)
     # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
     seed_generators(derive_seed(config.seed, -1 - context.rank, progress.step))

@@ -92,9 +92,7 @@ class MemoryLimit:
                 rehearse(strategy, self._loader.read_first(epoch, 0), self._context, is_trial=True)
                 may_try = False
             except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._halve()
+                self._halve(error)
             if self._context.device.type == "cuda":
                 torch.cuda.empty_cache()  # now that the error, and the frames it holds, are gone
         size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
@@ -106,20 +104,19 @@ class MemoryLimit:
         try:
             yield
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._halve()
+            self._halve(error)
             size = str(self._loader.micro_batch_size)
             write_whole(self._path, lambda beside: beside.write_text(size, encoding="utf-8"))
             raise StopRun(OUT_OF_MEMORY) from error
 
-    def _halve(self) -> None:
+    def _halve(self, error: RuntimeError) -> None:
+        if not is_out_of_memory(error):
+            raise error
         former = self._loader.micro_batch_size
         if former == 1:
             raise torch.OutOfMemoryError("training.micro_batch_size=1 does not fit: use a smaller model or samples")
         self._loader.micro_batch_size = smaller = -(-former // 2)
-        words = "rank %d: out of memory with micro-batches of %d samples, trying %d"
-        logger.warning(words, self._context.rank, former, smaller)
+        logger.warning("out of memory with micro-batches of %d samples, trying %d", former, smaller)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -47,6 +48,8 @@ class Evaluator:
         self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
+        # Rank 0 may see no sample itself.
+        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
         return metrics
 
     @torch.no_grad()
@@ -140,15 +143,9 @@ class Evaluator:
                     else:
                         value = reduce(torch.stack(of_ranks)) if callable(reduce) else torch.stack(of_ranks)
                     setattr(metric, name, value)
-        values: dict[str, Any] = from_main(self._compute)
+        values: dict[str, Any] = from_main(lambda: apply_to_collection(self._metrics.compute(), Tensor, Tensor.tolist))
         self._metrics.reset()
         return values
-
-    def _compute(self) -> dict[str, Any]:
-        with warnings.catch_warnings():  # rank 0 may have seen no sample itself
-            warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
-            values = self._metrics.compute()
-        return {str(name): value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 class EvaluationLoader:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .. import model as user_model
 from ..config import OptimizerConfig
@@ -67,24 +66,16 @@ class WeightAverage:
         self._strategy = strategy
         self._weights = strategy.local_weights()  # they share memory with the model
         self._average = [weight.clone() for weight in self._weights]
-        self._average_fn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self.is_begun = False
+        self._decay = decay
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the average with the present weights; the first call copies them."""
-        if self.is_begun:
-            self._average_fn(self._average, self._weights, 0)  # 0: of no use to an exponential average
-        else:
-            torch._foreach_copy_(self._average, self._weights)
-        self.is_begun = True
+    def update(self, step: int) -> None:
+        """Update the average with the weights after `step`; step 1 copies them."""
+        torch._foreach_lerp_(self._average, self._weights, 1 - self._decay if step > 1 else 1.0)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside this context the model has the averaged weights."""
-        if not self.is_begun:
-            yield
-            return
         self._swap()
         try:
             yield
@@ -97,7 +88,6 @@ class WeightAverage:
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        self.is_begun = True
         with self.swapped_in():
             self._strategy.set_weights(weights)
 

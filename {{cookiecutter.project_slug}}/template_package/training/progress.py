@@ -100,8 +100,7 @@ class Progress:
         steps = epoch * -(-self.num_samples // size) + position // size
         counts = {"step": steps, "epoch": epoch, "position": position - position % size}
         random_states = [own | {"place": None} for own in state["random_states"]]
-        early_stopping = {"best_epoch": epoch}
-        return state | counts | {"best": None, "early_stopping": early_stopping, "random_states": random_states}
+        return state | counts | {"best": None, "early_stopping": {"best_epoch": epoch}, "random_states": random_states}
 
 
 class StepClock:

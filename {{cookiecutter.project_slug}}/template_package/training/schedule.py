@@ -18,8 +18,11 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     if (factor := getattr(user_model, "learning_rate", None)) is not None:
         return peak * float(factor(step, total_steps))
     warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
-    if config.name == "one_cycle":
-        return _one_cycle(peak, step - 1, (warmup or 0.3 * total_steps) - 1, total_steps - 1)
+    if config.name == "one_cycle":  # torch's OneCycleLR (arXiv:1708.07120): from a 25th of `peak` to nearly 0
+        top, last = (warmup or 0.3 * total_steps) - 1, total_steps - 1  # counted from 0
+        if step - 1 <= top:
+            return _cosine(peak / 25, peak, (step - 1) / max(top, 1e-9))
+        return _cosine(peak, peak / 25e4, (step - 1 - top) / max(last - top, 1e-9))
     if step <= warmup:
         return peak * step / warmup
     floor = config.min_learning_rate
@@ -32,17 +35,13 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
         case "linear":
             return peak + (floor - peak) * progress
         case "cosine":
-            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+            return _cosine(peak, floor, progress)
         case "step" | "plateau":
             return max(floor, peak * config.decay_factor**num_drops)
 
 
-def _one_cycle(peak: float, index: int, peak_index: float, last_index: int) -> float:
-    """From a 25th of `peak` up to it and down to nearly 0: torch's OneCycleLR (Smith and Topin, arXiv:1708.07120)."""
-    if index <= peak_index:
-        start, end, progress = peak / 25, peak, index / max(peak_index, 1e-9)
-    else:
-        start, end, progress = peak, peak / 25e4, (index - peak_index) / max(last_index - peak_index, 1e-9)
+def _cosine(start: float, end: float, progress: float) -> float:
+    """From `start` at progress 0 to `end` at 1, as half a cosine."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 

@@ -203,6 +203,15 @@ def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -
     assert project.lines("again", "validation") == project.lines("run", "validation")
 
 
+def test_average_that_is_wanted_later_begins_with_the_weights_of_the_checkpoint(project: Project) -> None:
+    project.run(*on(2, *DOUBLE, "checkpoint.every_steps=1", "training.epochs=1"))
+    words = ("training.ema_decay=0.9", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "training.epochs=2")
+    project.run(*on(2, *DOUBLE, *words))
+    former, first = project.checkpoint("run", 7)["model"], project.checkpoint("run", 8)
+    for name, weight in first["model"].items():
+        torch.testing.assert_close(first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14)
+
+
 def test_hooks_on_evaluation_end_and_after_step_do_not_shift_the_run(project: Project) -> None:
     words = ("model.dropout=0.3", "data.noise=0.1", "training.max_steps=9")
     project.run("device_ids=cpu,cpu", *words, "name=plain")
