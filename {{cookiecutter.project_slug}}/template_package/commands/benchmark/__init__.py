@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 from ...config_file import available_files
-from ...errors import ConfigError, StopRun, one_line
+from ...errors import StopRun
 from ...files import RUNS_FOLDER, run_directory, write_json, write_whole
 from ...launching.devices import find_gpus, take_devices
 from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
@@ -83,8 +83,6 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 def main(line: CommandLine) -> int:
     """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
-    if line.rest:
-        raise ConfigError(f"{one_line(' '.join(line.rest))}: benchmark takes settings of the form key=value only.")
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
     visible = find_gpus(os.environ).visible

@@ -22,6 +22,7 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from ...config import build_config, to_dict
+from ...config_file import dotted
 from ...errors import ConfigError, one_line
 from ...files import run_directory, write_whole
 from .. import CommandLine
@@ -198,11 +199,3 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file, or nothing if the run has not written it."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
