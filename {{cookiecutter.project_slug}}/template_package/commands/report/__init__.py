@@ -8,6 +8,7 @@ import io
 import json
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
@@ -33,10 +34,8 @@ NOT_DRAWN = ("split", "step", "epoch", "num_samples")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008, no yellow
 LINES = ("solid", "dashed", "dotted")  # both matplotlib and CSS know these words
 DRAWING: Any = {
-    "font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none", "text.parse_math": False,
-    "figure.figsize": (4.6, 2.9), "figure.constrained_layout.use": True, "savefig.transparent": True,
-    "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.formatter.limits": (-3, 4), "lines.linewidth": 1.4, "legend.frameon": False,
+    "font.size": 9, "svg.fonttype": "none", "text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3,
+    "figure.figsize": (4.6, 2.9), "figure.constrained_layout.use": True,
     "path.simplify_threshold": 1.0,  # pixels: curves of many steps make no large file
 }  # fmt: skip
 
@@ -88,29 +87,26 @@ def describe_run(directory: Path) -> dict[str, Any]:
             content, key = path.read_bytes(), "image" if path.suffix == ".png" else "text"
             text = base64.b64encode(content).decode() if key == "image" else content.decode(errors="replace")
             newest.append({"step": step.lstrip("0"), key: text})
-    parts = {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
+    parts: dict[str, Any] = {"title": directory.name, "media": media, "default": default}
+    parts |= {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
     matrices = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
-    reports = [matrix | {"classes": class_scores(matrix)} for matrix in matrices]
-    log = directory / "logs" / "rank_0.log"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    parts["starts"] = {"resumed_after": re.findall(r"resuming after step (\d+)", text)}
-    parts["starts"]["num_stops"] = text.count("stopped: the same command continues")
-    config = read_config(directory)
-    return {**parts, "title": directory.name, "reports": reports, "media": media, "config": config, "default": default}
+    parts |= {"reports": [matrix | {"classes": class_scores(matrix)} for matrix in matrices]}
+    log = "".join(path.read_text(encoding="utf-8", errors="replace") for path in directory.glob("logs/rank_0.log"))
+    parts |= {"config": read_config(directory), "resumed_after": re.findall(r"resuming after step (\d+)", log)}
+    return parts | {"num_stops": log.count("stopped: the same command continues")}
 
 
 def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
     """{"label", "precision", "recall", "f1", "support"} of each class, and of their means below; 0 / 0 counts as 0."""
-    counts = numpy.array(report["confusion_matrix"], dtype=float)
-    correct, support, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
+    correct, support, predicted, total = counts.diagonal(), counts.sum(1), counts.sum(0), counts.sum()
     pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
     scores = numpy.stack([part / whole.clip(min=1) for part, whole in pairs], 1)  # (classes, 3)
-    names = [*report["label_names"][: len(counts)], *range(len(report["label_names"]), len(counts))]
-    rows = [*zip(names, scores, support, strict=True), ("macro average", scores.mean(0), support.sum())]
-    rows.append(("weighted average", support @ scores / max(1, support.sum()), support.sum()))
+    scores = numpy.vstack([scores, scores.mean(0), support @ scores / max(1, total)])
+    names = [*labels[: len(counts)], *range(len(labels), len(counts)), "macro average", "weighted average"]
     return [
-        {"label": str(name), **dict(zip(SCORES, row.tolist(), strict=True)), "support": int(num_samples)}
-        for name, row, num_samples in rows
+        {"label": str(name), **dict(zip(SCORES, row, strict=True)), "support": int(num_samples)}
+        for name, row, num_samples in zip(names, scores.tolist(), [*support, total, total], strict=True)
     ]
 
 
@@ -156,22 +152,21 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
     """An <svg> for each figure in metrics.jsonl: of one run, its splits together; of several, the runs."""
-    is_single, figures, drawn = len(directories) == 1, dict[str, Figure](), list[str]()
+    is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
         for index, directory in enumerate(directories):
             for place, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):
                     title, style = (key, place) if is_single else (f"{split}: {key}", index)
-                    if title not in figures:
-                        figures[title] = Figure()
-                        figures[title].add_subplot(title=title, xlabel="step")
+                    axes = figures[title].gca()
+                    axes.set(title=title, xlabel="step")
                     steps, values = zip(*((line["step"], line[key]) for line in lines if key in line), strict=True)
                     color, line_style = COLORS[style % len(COLORS)], LINES[style % len(LINES)]
                     marker = "." if len(steps) == 1 else ""
-                    figures[title].axes[0].plot(steps, values, marker=marker, color=color, ls=line_style, label=split)
+                    axes.plot(steps, values, marker=marker, color=color, ls=line_style, label=split)
         for figure in figures.values():
-            (axes,), file = figure.axes, io.StringIO()
+            axes, file = figure.gca(), io.StringIO()
             axes.locator_params("x", nbins=6, integer=True)
             if is_single and len(axes.lines) > 1:
                 axes.legend()
