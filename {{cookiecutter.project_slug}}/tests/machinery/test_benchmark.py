@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,8 +78,8 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert reasons["data_parallel"].startswith("strategy=data_parallel: must be 'ddp' or 'fsdp'.")
     folder = project.directory("b") / "benchmark"
     assert "must be 'ddp' or 'fsdp'." in (folder / "data_parallel.log").read_text(encoding="utf-8")
-    text = (folder / "benchmark.md").read_text(encoding="utf-8")
-    assert output.endswith(f"\n{text}") and "round 1 of 1: fsdp\n" in output
+    said, _, text = output.partition("\n# Benchmark of b\n")
+    assert "round 1 of 1: fsdp\n" in said
     assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
     assert "run.py name=b optimizer.learning_rate=0.03 device_ids=" in text.splitlines()[-1], "the words that it keeps"
@@ -179,9 +180,9 @@ def test_single_gpu_has_the_rows_that_fit() -> None:
 
 def row_of(name: str, seconds: list[float], final_loss: float = 1.0) -> Row:
     """A row that ran once for each of `seconds`."""
-    run = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0, "peak_memory_mib": 900.0}
-    run |= {"devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}, "waiting_share": 0.1}
-    run |= {"global_batch_size": 8}
+    run: dict[str, Any] = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0}
+    run |= {"peak_memory_mib": 900.0, "devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}}
+    run |= {"global_batch_size": 8, "waiting_share": 0.1}
     times = [{"seconds_per_step": second, "samples_per_second": 64 / second} for second in seconds]
     return Row(name, ["device_ids=cpu"], runs=[{**run, **time} for time in times])
 
@@ -202,11 +203,17 @@ def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_
     )
 
 
-def test_reason_is_the_line_that_says_why() -> None:
-    traceback = "rank 1 (h, cpu) failed:\nTraceback (most recent call last):\n  x\nValueError: that is why\n"
-    noise = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n====\nRoot Cause\n"
-    assert find_reason("step 1\nerror: fsdp=x: not so. Do y.\nmore\n") == "fsdp=x: not so. Do y."
-    assert find_reason(traceback + "Traceback (most recent call last):\n" + noise) == "ValueError: that is why"
-    assert find_reason("torch.OutOfMemoryError: CUDA out of memory.\n") == "torch.OutOfMemoryError: CUDA out of memory."
-    assert find_reason("Segmentation fault\n") == "Segmentation fault" and find_reason("") == ""
-    assert find_reason("rank 1 failed:\nkilled by SIGKILL\n") == "killed by SIGKILL"
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("step 1\nerror: fsdp=x: not so. Do y.\nmore\n", "fsdp=x: not so. Do y."),
+        ("rank 1 (h, cpu) failed:\nTraceback (most recent call last):\n  x\nValueError: y\nmore\n", "ValueError: y"),
+        ("torch.OutOfMemoryError: CUDA out of memory.\n", "torch.OutOfMemoryError: CUDA out of memory."),
+        ("Segmentation fault\n", "Segmentation fault"),
+        ("rank 1 failed:\nkilled by SIGKILL\n", "killed by SIGKILL"),
+        ("", "exit code 9"),
+    ],
+)
+def test_reason_is_the_line_that_says_why(output: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(output, encoding="utf-8")
+    assert find_reason(tmp_path / "log", 9) == reason

@@ -104,7 +104,7 @@ def test_sweep_that_is_killed_again_and_again_ends_as_single_runs_do(project: Pr
     assert {round(entry["mean"], 9) for entry in means} == {
         round(sum(part) / 3, 9) for part in (losses[:3], losses[3:])
     }
-    command = re.search(r"DDP_RUNS_FOLDER=(\S+) python run.py (evaluate --config \S+)", output)
+    command = re.search(r"DDP_RUNS_FOLDER=(\S+) python run.py (evaluate name=\S+)", output)
     assert command is not None
     done = project.start(*command[2].split(), "device_ids=cpu", DDP_RUNS_FOLDER=command[1])
     assert done.communicate(timeout=200) and done.returncode == 0

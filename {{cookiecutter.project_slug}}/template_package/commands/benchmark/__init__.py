@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 
 from ...config_file import available_files
 from ...errors import StopRun
-from ...files import RUNS_FOLDER, run_directory, write_json, write_whole
+from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus, take_devices
 from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
 from ...training.run_files import run_lock
@@ -89,8 +90,8 @@ def main(line: CommandLine) -> int:
     device_ids = [str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
-    script, options = Path(__file__).parents[3] / "run.py", vars(config)["benchmark"]
-    words = [str(script), "--config", str(line.config_path), *line.overrides, *SETTINGS]
+    options = vars(config)["benchmark"]
+    words = ["--config", str(line.config_path), *line.overrides, *SETTINGS]
     words += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
     words += [f"logging.every_steps={max(1, options.steps // 10)}"]
     with run_lock(folder):
@@ -104,10 +105,8 @@ def main(line: CommandLine) -> int:
         report["rows"] = summarize(rows, [word for word in sys.argv[1:] if not word.startswith("benchmark")])
         idle = [row for row in rows if row.reason or not row.runs]
         report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
-        text = as_markdown(report)
         write_json(folder / "benchmark.json", report)
-        write_whole(folder / "benchmark.md", lambda beside: beside.write_text(text, encoding="utf-8"))
-        print(f"\n{text}", end="")
+        print(f"\n{as_markdown(report)}", end="")
     return exit_code or int(not report["rows"])
 
 
@@ -124,23 +123,27 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
     """Add a run to row.runs, or set row.reason and keep what the run printed."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
-    command = [sys.executable, *words, *row.words]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)}, start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no other thread holds a lock
-        )  # fmt: skip
+    with start_run([*words, *row.words], folder, log) as process:
         try:
             process.wait()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
-            process.wait()
     if process.returncode == 0:
         row.runs.append(read_run(directory))
     else:
-        reason = find_reason(log.read_text(encoding="utf-8", errors="replace")) or f"exit code {process.returncode}"
-        row.reason = f"{reason} ({log.name})"
+        row.reason = f"{find_reason(log, process.returncode)} ({log.name})"
+
+
+def start_run(words: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Start `python run.py` with its runs in `folder` and its output in `log`. It is killed when this process ends."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).parents[3] / "run.py"), *words],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)},
+            start_new_session=True,  # Ctrl-C reaches this process alone, which stops its runs
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no other thread holds a lock
+        )  # fmt: skip
 
 
 def read_run(directory: Path) -> dict[str, Any]:
@@ -155,10 +158,11 @@ def read_run(directory: Path) -> dict[str, Any]:
     return run | {"peak_memory_mib": max(run["peak_memory_mib"])}
 
 
-def find_reason(output: str) -> str:
+def find_reason(log: Path, exit_code: int) -> str:
     """The line of a failed run's output that says why: `error: …`, a traceback's last line, or the last one."""
+    output = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
-    return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2]
+    return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:

@@ -27,10 +27,11 @@ from ...config_file import read_settings
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus
-from ...launching.processes import STOPPED, die_with_parent, num_usable_cores, raise_stop, stop_signals_call
+from ...launching.processes import STOPPED, num_usable_cores, raise_stop, stop_signals_call
 from ...training.run_files import run_lock
 from .. import CommandLine
-from ..report import dotted, mean_over_seeds, read_json, read_metrics
+from ..benchmark import find_reason, start_run
+from ..report import dotted, mean_over_seeds, read_json, read_metrics, show
 
 POLL_SECONDS = 0.3
 ENDED_WELL = ("complete", "pruned")
@@ -54,7 +55,7 @@ class Range(BaseModel, extra="forbid"):
 
     @property
     def is_whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
+        return isinstance(self.low + self.high, int)
 
 
 class Search(BaseModel, extra="forbid"):
@@ -63,7 +64,7 @@ class Search(BaseModel, extra="forbid"):
     method: Literal["random", "optuna"] = "random"
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
-    def open_study(self, folder: Path, seed: int, mode: str) -> tuple[Any, dict[str, Any]]:
+    def open_study(self, folder: Path, mode: str) -> tuple[Any, dict[str, Any]]:
         """The study of optuna in the folder's study.db, and the distributions that it draws from."""
         import optuna  # the extra `optuna`
 
@@ -76,10 +77,8 @@ class Search(BaseModel, extra="forbid"):
             else:
                 space[key] = kinds.CategoricalDistribution(way)
         options: dict[str, Any] = {"direction": f"{mode}imize", "study_name": "sweep", "load_if_exists": True}
-        study = optuna.create_study(storage=f"sqlite:///{folder.absolute()}/study.db", **options)
-        # The same seed would draw the trials of an earlier start again. The liar is for several trials at once.
-        study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), constant_liar=True)
-        return study, space
+        options["sampler"] = optuna.samplers.TPESampler(constant_liar=True)  # several trials at once differ
+        return optuna.create_study(storage=f"sqlite:///{folder.absolute()}/study.db", **options), space
 
 
 class Sweep(BaseModel, extra="forbid"):
@@ -91,7 +90,7 @@ class Sweep(BaseModel, extra="forbid"):
     search: Search | None = None
     devices: Annotated[Any, BeforeValidator(parse_device_ids)] = None  # of each run; without: auto:1, or cpu
     at_once: Positive | Literal["auto"] = "auto"
-    seed: int = 0  # of the trials that a search draws
+    seed: int = 0  # of the trials that a random search draws
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -185,23 +184,16 @@ class SweepRunner:
         """List the runs. One that sweep.json holds keeps its name, and its result if config and words are the same."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
-        self.trials: dict[str, Any] = {}
         self.runs, self.former = list[Run](), stored.get("runs", [])
         self.is_same = stored.get("config") == self.config  # otherwise each run is asked whether it is complete
-        if self.search is None:
-            for settings in self.sweep.list_settings():
-                self.add(settings)
-            return
-        from optuna.trial import Trial
+        wanted = self.sweep.list_settings()
+        if self.search is not None:  # self.runs[i] is the study's trial i
+            self.study, self.space = self.search.open_study(self.folder, self.mode)
+            wanted = [trial.params for trial in self.study.trials]
+        for settings in wanted:
+            self.add(settings)
 
-        self.study, self.space = self.search.open_study(self.folder, self.sweep.seed, self.mode)
-        for trial in self.study.trials:
-            run = self.add(trial.params, Trial(self.study, trial._trial_id))
-            if trial.state.is_finished() and run.status not in ENDED_WELL:
-                self.settle(run, exit_code=0)  # a kill came between the study and sweep.json
-            self.tell(run)
-
-    def add(self, settings: dict[str, Any], trial: Any = None) -> Run:
+    def add(self, settings: dict[str, Any]) -> Run:
         """The run with these settings, under its former name or a new one. It waits for a slot unless it is done."""
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
@@ -212,7 +204,6 @@ class SweepRunner:
             self.former.remove(former)
             is_done = self.is_same and former["status"] in ENDED_WELL
             run = Run(**former) if is_done else Run(former["name"], settings)
-        self.trials[run.name] = trial  # of optuna's study
         self.runs.append(run)
         return run
 
@@ -246,8 +237,6 @@ class SweepRunner:
         finally:
             for bar in bars:
                 bar.close()
-            for _, process in self.running.values():
-                process.kill()  # those that a second Ctrl-C found running
         return int(any(run.status not in ENDED_WELL for run in self.runs))
 
     def describe(self, run: Run) -> str:
@@ -261,55 +250,35 @@ class SweepRunner:
         for slot in (slot for slot in range(self.num_slots) if slot not in self.running):
             run = next((run for run in self.runs if run.status == "waiting"), None)
             if run is None and self.search is not None and len(self.runs) < self.search.trials:
-                trial = self.study.ask(self.space)
-                run = self.add(trial.params, trial)
+                run = self.add(self.study.ask(self.space).params)
             if run is not None:
                 self.running[slot] = run, self.start(run, slot)
         return bool(self.running)
 
     def start(self, run: Run, slot: int) -> subprocess.Popen[bytes]:
         """Start the run in a process of its own, which is killed when this one is."""
-        run.status, parent, script = "running", os.getpid(), Path(__file__).parents[3] / "run.py"
+        run.status, log = "running", self.folder / f"{run.name}.log"
         self.write()
-
-        def prepare() -> None:
-            die_with_parent(parent)
-            if self.is_on_cpu and sys.platform == "linux":  # threads of two runs on one core would wait for each other
-                cores = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(0, cores[slot :: self.num_slots] or cores)
-
-        path = self.folder / f"{run.name}.log"
-        tqdm.write(f"{run.name}: begins, see {path}")
-        with path.open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, str(script), "--config", str(self.line.config_path), *self.list_words(run)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {RUNS_FOLDER: str(self.folder)},
-                start_new_session=True,  # Ctrl-C reaches the sweep alone, which asks its runs to stop
-                preexec_fn=prepare,  # noqa: PLW1509 - no other thread of this process holds a lock
-            )  # fmt: skip
+        tqdm.write(f"{run.name}: begins, see {log}")
+        process = start_run(["--config", str(self.line.config_path), *self.list_words(run)], self.folder, log)
+        if self.is_on_cpu and sys.platform == "linux":  # threads of two runs on one core would wait for each other
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(process.pid, cores[slot :: self.num_slots] or cores)
+        return process
 
     def is_hopeless(self, run: Run) -> bool:
         """Tell optuna the metric so far; return whether the run is not worth its time."""
         if self.search is None or not self.search.prune:
             return False
-        trial = self.trials[run.name]
-        told = self.study.trials[trial.number].intermediate_values
-        for line in read_metrics(self.folder / run.name).get("validation", []):
-            if line["step"] not in told:
-                trial.report(line[self.metric], line["step"])
+        from optuna.trial import Trial
+
+        stored, lines = self.study.trials[self.runs.index(run)], read_metrics(self.folder / run.name)
+        if stored.state.is_finished():  # its run goes on with more epochs
+            return False
+        trial = Trial(self.study, stored._trial_id)
+        for line in lines.get("validation", [])[len(stored.intermediate_values) :]:
+            trial.report(line[self.metric], line["step"])
         return bool(trial.should_prune())
-
-    def tell(self, run: Run) -> None:
-        """Tell optuna the result of a run that is done."""
-        if self.search is None or run.status not in ENDED_WELL:
-            return
-        from optuna.trial import TrialState
-
-        trial = self.trials[run.name]
-        if not self.study.trials[trial.number].state.is_finished():
-            self.is_hopeless(run)
-            result = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
-            self.study.tell(trial, *result)
 
     def settle(self, run: Run, exit_code: int) -> None:
         """Write down the status of a run that has ended, and its best value or its error."""
@@ -321,12 +290,15 @@ class SweepRunner:
         elif run.status != "pruned":
             run.status = "stopped" if exit_code in STOPPED else "failed"
         if run.status == "failed":
-            log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")
-            lines = re.findall(r"^(?:error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*", log, re.MULTILINE)
-            run.reason = lines[-1] if lines else f"exit code {exit_code}"
-        self.tell(run)
-        result = run.reason or ("" if run.value is None else f"{self.metric} {run.value:.4g}")
-        tqdm.write(f"{run.name}: {run.status} {result}".rstrip())
+            run.reason = find_reason(self.folder / f"{run.name}.log", exit_code)
+        if self.search is not None and run.status in ENDED_WELL:
+            from optuna.trial import TrialState
+
+            self.is_hopeless(run)
+            value, state = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
+            self.study.tell(self.runs.index(run), value, state, skip_if_finished=True)
+        self.write()
+        tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
 
     def write(self) -> None:
         """Write sweep.json: all runs, and the mean of each group that differs only in seed, best first."""
@@ -341,11 +313,8 @@ class SweepRunner:
         order = sorted(self.runs, key=lambda run: math.inf if run.value is None else sign * run.value)
         print(f"\n{self.metric:>12}  {'step':>8}  run")
         for run in order:
-            value = "" if run.value is None else f"{run.value:.4g}"
-            print(f"{value:>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
-        self.write()
+            print(f"{show(run.value):>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
         if order and order[0].value is not None:
             print(f"\nThe best single run is {order[0].name}. To evaluate it, and to look at all:")
-            config_path = self.folder / order[0].name / "config.yaml"
-            print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate --config {config_path}")
+            print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate name={order[0].name}")
             print(f"  python run.py report {self.sweep.name}")
