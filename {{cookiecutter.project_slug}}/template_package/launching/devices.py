@@ -65,8 +65,6 @@ def take_devices(
     num_ranks: the ranks that a launcher has started here; `auto` takes that many devices. nvml: see find_gpus.
     """
     wanted = parse_device_ids(device_ids)
-    if "mps" in wanted and not torch.backends.mps.is_available():
-        raise ConfigError("device_ids=mps: only a Mac has it, with a torch that is built for it. Set device_ids=auto.")
     if "cpu" in wanted or "mps" in wanted:
         return Devices([*map(str, wanted)], [])
     if not isinstance(wanted, str):
@@ -92,8 +90,7 @@ def take_devices(
             return Devices(["mps"], [])
         return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
     remedy = "Ask for fewer, wait (launch.wait_minutes=30), share (launch.share_gpus=true), or set device_ids=cpu,cpu."
-    words = f"{rule}, and found {num_free} of {len(gpus.visible)}. {remedy}"
-    raise ConfigError(("\n" if gpus.present else " ").join([words, *devices.notes]))
+    raise ConfigError("\n".join([f"{rule}, and found {num_free} of {len(gpus.visible)}. {remedy}", *devices.notes]))
 
 
 def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
@@ -108,10 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs, or the `number` free ones with the most memory (0: all); tell how many are free.
-
-    Devices without names: too few are free.
-    """
+    """Lock the `named` GPUs, or the `number` free ones with the most memory (0: all), if there are; count those."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -157,16 +151,14 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     if driver < int(built.partition(".")[0]):
         problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
         wheel = f"torch=={torch.__version__.partition('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
-        remedy = f"set device_ids=cpu or, for CUDA 12, type: python -m pip install --force-reinstall {wheel}"
-        raise ConfigError(f"{problem}. Install a newer driver, {remedy}")
+        raise ConfigError(f"{problem}. Update it, or for CUDA 12: python -m pip install --force-reinstall {wheel}")
     present, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             present.append(_read(nvml, index))
         except nvml.NVMLError as error:
             problems.append(f"GPU {index}: {error}")
-    visible = present if mask is None else _visible(present, mask)
-    return Gpus(present, visible, "; ".join(problems))
+    return Gpus(present, present if mask is None else _visible(present, mask), "; ".join(problems))
 
 
 def _read(nvml: Any, index: int) -> Gpu:

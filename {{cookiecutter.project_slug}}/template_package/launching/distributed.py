@@ -4,6 +4,7 @@ With one rank there is no process group, and every function here does the obviou
 """
 
 import io
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ class RankContext:
     store: Any = None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
     attempt: int = 0  # restarts before this start of the ranks
     report: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({socket.gethostname()}, {self.device})"
 
     @property
     def device(self) -> torch.device:

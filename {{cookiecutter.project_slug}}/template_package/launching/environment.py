@@ -104,5 +104,4 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     routes = [line.split() for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]]
     masks = [(int(row[7], 16), row[0]) for row in routes if target & int(row[7], 16) == int(row[1], 16)]
     # On node 0 Debian's /etc/hosts gives its own name a loopback address, to which no route but the default one leads.
-    if routes:
-        os.environ["GLOO_SOCKET_IFNAME"] = max(masks, key=lambda way: way[0].bit_count())[1] if masks else routes[0][0]
+    os.environ["GLOO_SOCKET_IFNAME"] = max(masks, key=lambda way: way[0].bit_count())[1] if masks else routes[0][0]

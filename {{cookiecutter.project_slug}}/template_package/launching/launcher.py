@@ -50,11 +50,10 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
     if config.launch.nodes > 1:
         _become_torchrun(config)
     devices = take_devices(config.device_ids, config.launch, environment)
-    if config.strategy != "data_parallel":
-        return Node(devices, len(devices.names))
-    if len(set(devices.names)) < len(devices.names):
+    num_ranks = 1 if config.strategy == "data_parallel" else len(devices.names)
+    if num_ranks == 1 and len(set(devices.names)) < len(devices.names):
         raise ConfigError("strategy=data_parallel: drives one CPU, or GPUs named once. Set device_ids=cpu.")
-    return Node(devices, 1)
+    return Node(devices, num_ranks)
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
@@ -92,13 +91,13 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
     arguments = [(run_fn, config, context, None, store.port) for context in contexts]
     code, failure = processes.run_processes(_run_rank, arguments, store, config.launch.start_method)
     if failure is not None and code != processes.OUT_OF_MEMORY:
-        log = run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
-        if failure.is_silent and log.exists():  # NCCL and CUDA write their reasons there before they abort
+        text, log = failure.text, run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
+        if failure.is_silent:  # NCCL and CUDA write their reasons into the log before they abort
             # After the last " host=", which begins each start, and before faulthandler's stacks.
-            text = log.read_text(encoding="utf-8", errors="replace").rpartition(" host=")[2]
-            tail = "\n".join(text.partition("Fatal Python error")[0].splitlines()[1:][-15:]) or "(nothing)"
-            failure = failure._replace(text=f"{failure.text}; {log} ends with:\n{tail}")
-        print_failure(failure, contexts[failure.rank])
+            lines = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
+            tail = "\n".join(lines.partition("Fatal Python error")[0].splitlines()[1:][-15:])
+            text = f"{contexts[failure.rank]} failed:\n{text}; {log} ends with:\n{tail}"
+        print(text, file=sys.stderr, flush=True)
     return code
 
 
@@ -117,12 +116,12 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
     def fail(text: str, code: int) -> int:
         """Tell why this rank fails, unless another has failed before: then this one only lost its connection."""
-        failure = processes.Failure(context.rank, code, text)
-        own = first = json.dumps(failure).encode()
+        text = f"error: {text}" if code == 2 else f"{context} failed:\n{text}"
+        own = first = json.dumps(processes.Failure(context.rank, code, text)).encode()
         with suppress(dist.DistError):  # rank 0, or its launcher, is gone
             first = store.compare_set(processes.FAILURE, "", own.decode())
         if console is not None and first == own:
-            print_failure(failure, context, console)
+            print(text, file=console, flush=True)
         return code
 
     # A child that the user forks, of a Pool for example, ends by SIGTERM, as Pool.terminate() expects.
@@ -156,13 +155,6 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
         if dist.is_initialized():
             dist.destroy_process_group()
     return code
-
-
-def print_failure(failure: processes.Failure, context: RankContext, console: TextIO | None = None) -> None:
-    """Print on stderr the traceback, headed by rank, host and device; or the one line of a user's mistake."""
-    place = f"rank {context.rank} ({socket.gethostname()}, {context.device})"
-    heading = "error: " if failure.exit_code == 2 else f"{place} failed:\n"
-    print(heading + failure.text, file=console or sys.stderr, flush=True)
 
 
 def _check_alike(config: Config, context: RankContext) -> None:

@@ -42,7 +42,7 @@ early_requests: list[int] = []  # stop signals that reached this rank before tra
 
 
 class Failure(NamedTuple):
-    """The reason why a rank ended. text: a traceback, or the one line of a user's mistake (exit_code 2)."""
+    """The reason why a rank ended. text: a traceback headed by the rank, or the one line of a user's mistake."""
 
     rank: int
     exit_code: int
