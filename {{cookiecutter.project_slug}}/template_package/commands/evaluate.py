@@ -39,8 +39,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             logger.warning(words, path, "; ".join(lines))
         splits, split = dict(zip(("train", "validation", "test"), datasets, strict=False)), config.evaluation.split
         if split not in splits:
-            there = f"build_datasets() in dataset.py returns {', '.join(splits)} only"
-            raise ConfigError(f"evaluation.split={split}: {there}. Set evaluation.split=validation.")
+            raise ConfigError(f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only.")
         evaluator = Evaluator(splits[split], split, config, context)
         with hang_watch(context, config.launch, directory):
             values = evaluator.run(strategy)
@@ -52,19 +51,18 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             if report is not None and "report" in available_files("commands"):
                 logger.info("%s", import_module(".report", __package__).class_table(report))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            place = f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples)"
-            logger.info("%s: %s", place, figures)
+            words = "%s (step %d), %s split (%d samples): %s"
+            logger.info(words, path, state["step"], split, evaluator.num_samples, figures)
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
     """A checkpoint's state, its weights under the config's strategy, and what build() returns; all ranks call it."""
     state = read_on_main(lambda: load_checkpoint(path) | {"optimizer": {}})
+    config = settle_precision(config, context)
+    data = build()  # it may set data.fingerprint
     name, run = f"checkpoint {path}", path.absolute().parents[1]
     remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
-    check_same(state["config"], to_dict(config), ("model",), name, remedy)
-    config = settle_precision(config, context)
-    data = build()
-    check_same(state["config"], to_dict(config), ("data.fingerprint",), name, remedy)  # build() may have set it
+    check_same(state["config"], to_dict(config), ("model", "data.fingerprint"), name, remedy)
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
     check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
@@ -79,13 +77,11 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
 
     def find() -> Path:
         checkpoints, word = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint
-        if word not in ("best", "last"):
-            return Path(word)
-        if not checkpoints.folder.exists():
-            runs = sorted(path.parent.name for path in directory.parent.glob("*/checkpoints"))
-            there = f"there are {', '.join(runs)}" if runs else "nothing was trained here yet"
-            raise ConfigError(f"name={config.name}: there is no {directory}; {there}. Train first, or name another.")
         last = next(iter(checkpoints.newest_first()), checkpoints.folder / "step_*.pt")
-        return last if word == "last" else checkpoints.best
+        path = {"best": checkpoints.best, "last": last}.get(word, Path(word))
+        if not path.exists():
+            remedy = "Train first, or choose another name=…; without evaluations set evaluation.checkpoint=last."
+            raise ConfigError(f"evaluation.checkpoint={word}: there is no {path}. {remedy}")
+        return path
 
     return Path(from_main(find))

@@ -46,13 +46,15 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
         with hang_watch(context, config.launch, directory):
             loader = EvaluationLoader(dataset, config.loader, context, "prediction")
-            label_names = getattr(dataset, "label_names", None)
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
             size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
-            parts = gather_objects(_predict_part(strategy, loader, label_names, size))
+            parts = gather_objects(_predict_part(strategy, loader, size))
         strategy.close()
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
+            for row in rows.values():
+                if hasattr(dataset, "label_names") and isinstance(row.get("label"), int):
+                    row["label"] = dataset.label_names[row["label"]]
             lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
@@ -60,9 +62,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 
 @torch.no_grad()
-def _predict_part(
-    strategy: Strategy, loader: EvaluationLoader, label_names: list[str] | None, size: int
-) -> dict[int, dict[str, Any]]:
+def _predict_part(strategy: Strategy, loader: EvaluationLoader, size: int) -> dict[int, dict[str, Any]]:
     """Predict this rank's inputs, `size` at a time, and return {index: row}."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
@@ -73,8 +73,5 @@ def _predict_part(
         lists = [column.tolist() if hasattr(column, "tolist") else column for column in columns.values()]
         for index, *values in zip(request.indices, *lists, strict=True):
             if request.num_samples:
-                row = dict(zip(columns, values, strict=True))
-                if label_names is not None and isinstance(row.get("label"), int):
-                    row["label"] = label_names[row["label"]]
-                rows[index] = row
+                rows[index] = dict(zip(columns, values, strict=True))
     return rows

@@ -38,7 +38,7 @@ def test_evaluation_matches_a_plain_loop(project: Project) -> None:
     assert "checkpoints/step_00000021.pt (step 21), test split (11 samples): loss " in printed
     assert project.json("run", "evaluation.json")["split"] == "test"
     assert "train split (103 samples): loss " in project.run("evaluate", "evaluation.split=train")
-    assert "there is no runs/unknown; there are run. Train first" in unknown
+    assert "there is no runs/unknown/checkpoints/best.pt. Train first" in unknown
     assert not project.directory("unknown").exists()
     model = workload_model.build_model(workload_model.ModelConfig())
     model.load_state_dict(project.checkpoint("run", 21)["model"])

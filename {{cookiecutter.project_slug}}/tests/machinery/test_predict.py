@@ -60,7 +60,7 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
     assert "model.py has no predict()" in project.run("predict", "5", code=2)
     project.edit("model.py", "\ndef build_metrics(", PREDICT)
-    assert "nothing was trained here yet" in project.run("predict", "5", code=2)
+    assert "there is no runs/run/checkpoints/best.pt. Train first" in project.run("predict", "5", code=2)
 
 
 def test_settings_may_come_before_the_command() -> None:
