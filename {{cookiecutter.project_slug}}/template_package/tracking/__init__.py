@@ -86,7 +86,7 @@ class Tracking:
         if context.is_main:
             self._path = directory / "metrics.jsonl"
             _drop_repeated_lines(self._path, step, is_evaluation_pending)
-            self._metrics = self._path.open("a", encoding="utf-8")
+            self._metrics = self._path.open("a", encoding="utf-8", buffering=1)  # each line at once
             self._trackers = {name: None for name in config.logging.tracker if name != "none"}
             self._call_trackers("start", directory, to_dict(config), step)
 
@@ -96,7 +96,6 @@ class Tracking:
             return
         try:
             self._metrics.write(json.dumps(values) + "\n")
-            self._metrics.flush()
         except OSError as error:
             raise disk_failure(self._path, error) from error
         split, step = values["split"], values["step"]
@@ -182,20 +181,19 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     package.setLevel(logging.INFO)
     # Whole lines: the bar would be drawn over a part of one.
     lines_to = partial(io.TextIOWrapper, encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    with _Log(path, "a") as file:
+    with _Output(path) as file:
         stdout = stderr = log = lines_to(file)
         package.handlers = [logging.StreamHandler(log)]
         package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+        place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
+        logger.info("host=%s pid=%d %s", socket.gethostname(), os.getpid(), " ".join(place))
         if context.is_main:
             sys.stdout.flush()
-            package.addHandler(logging.StreamHandler(lines_to(_Console(1))))
-            stdout, stderr = lines_to(_Console(1, file)), lines_to(_Console(2, file))
+            package.addHandler(logging.StreamHandler(lines_to(_Output(1))))
+            stdout, stderr = lines_to(_Output(1, file)), lines_to(_Output(2, file))
         else:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)  # for good: this process ends soon after the body
-        place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
-        now, host = time.strftime("%Y-%m-%d %H:%M:%S"), f"host={socket.gethostname()}"
-        print(now, host, f"pid={os.getpid()}", *place, file=log)
         faulthandler.enable(file=log)
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -210,24 +208,18 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
             package.handlers = former_handlers
 
 
-class _Log(io.FileIO):
-    """A log, whose disk may be full: the next checkpoint reports that."""
+class _Output(io.FileIO):
+    """A log or a console, written while the progress bar is away, with a copy to a log.
 
-    def write(self, content: Any) -> int:
-        with suppress(OSError):
-            super().write(content)
-        return len(content)
+    A console that has gone (`| head`) and a full disk, which the next checkpoint reports, change nothing.
+    """
 
-
-class _Console(_Log):
-    """The console of rank 0, written above the progress bar, with a copy to the log."""
-
-    def __init__(self, descriptor: int, log: _Log | None = None) -> None:
-        super().__init__(descriptor, "w", closefd=False)
+    def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:
+        super().__init__(file, "a", closefd=isinstance(file, Path))
         self._log = log
 
     def write(self, content: Any) -> int:
-        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):  # `| head` has ended
+        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):
             super().write(content)
         if self._log is not None:
             self._log.write(content)

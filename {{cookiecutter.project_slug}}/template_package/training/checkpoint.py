@@ -45,9 +45,8 @@ class CheckpointFolder:
         """The checkpoints that a run can continue from. best.pt comes last."""
         if not os.path.lexists(self.folder):  # a link may lead to a disk that is away: then listdir raises
             return []
-        names = [name for name in os.listdir(self.folder) if re.fullmatch(r"step_\d{8}\.pt", name)]
-        paths = [self.folder / name for name in sorted(names, reverse=True)]
-        return [*paths, self.best] if self.best.exists() else paths
+        names = sorted(os.listdir(self.folder), reverse=True)
+        return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write one checkpoint, and drop those that are no longer among the last."""
@@ -95,11 +94,9 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
         if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION or not state.keys() >= KEYS:
             raise ValueError(f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights")
     except Exception as error:  # a damaged file fails anywhere in the readers; a foreign one may hold anything
-        # EINVAL: a flipped bit can make an impossible offset.
-        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):  # EINVAL: of a flipped bit
             raise
-        remedy = "Name another one, or remove it; without evaluations set evaluation.checkpoint=last."
-        raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). {remedy}") from None
+        raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another.") from None
     return state
 
 

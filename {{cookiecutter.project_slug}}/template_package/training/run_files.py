@@ -2,7 +2,6 @@
 
 import fcntl
 import logging
-import os
 import platform
 import resource
 import subprocess
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import torch
 import yaml
@@ -30,37 +29,31 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Let one process at a time train this run: ConfigError on every rank if another does. All ranks call it."""
-    held: list[TextIO] = []  # the system releases the lock when rank 0's process dies
-    from_main(lambda: held.append(_lock(directory)))
+    held: list[BinaryIO] = []  # the system releases the lock when rank 0's process dies
+
+    def lock() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        held.append((directory / ".lock").open("ab"))
+        try:
+            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = f"name={directory.name}: another process trains this run already (environment.json: where)"
+            raise ConfigError(f"{problem}. Wait for its end, or choose another name=….") from None
+        except OSError as error:  # some network disks
+            logger.warning("%s: no locks on this disk (%s): do not start this run twice", directory, error.strerror)
+        for left in directory.glob("**/.*.tmp"):  # half written by a killed process
+            left.unlink(missing_ok=True)
+
+    from_main(lock)
     yield
     for file in held:
         with suppress(OSError):  # a disk without locks
             fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
 
 
-def _lock(directory: Path) -> TextIO:
-    directory.mkdir(parents=True, exist_ok=True)
-    file = (directory / ".lock").open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        holder = f"name={directory.name}: {file.read()} trains this run already"
-        raise ConfigError(f"{holder}. Wait for its end, or choose another name=….") from None
-    except OSError as error:  # some network disks
-        logger.warning("%s: no locks on this disk (%s): do not start this run twice", directory, error.strerror)
-    for left in directory.glob("**/.*.tmp"):  # half written by a killed process
-        left.unlink(missing_ok=True)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
-
-
 def log_devices(directory: Path, context: RankContext) -> list[str]:
     """Log the devices. Rank 0 returns those of all ranks, the others an empty list. All ranks call it."""
-    names = (torch.cuda.get_device_name(d) if d.type == "cuda" else platform.machine() for d in context.devices)
-    own = [f"{device}: {name}" for device, name in zip(context.devices, names, strict=True)]
+    own = [f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}" for d in context.devices]
     devices = [*chain(*(gather_objects(own) or []))]
     for note in context.device_notes:  # of each node: not only rank 0's is of interest
         logger.info("%s", note)
@@ -75,22 +68,23 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
-    machine = {"python": platform.python_version(), "platform": platform.platform(), "host": platform.node()}
-    libraries = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
-    git_commit = None
+    facts: dict[str, Any] = {"host": platform.node(), "platform": platform.platform(), "devices": devices}
+    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda, "world_size": context.world_size}
+    facts["command"] = sys.argv
+    facts["libraries"] = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        git_commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    ranks = {"world_size": context.world_size, "devices": devices, "cuda": torch.version.cuda}
-    ranks |= {"libraries": libraries, "git_commit": git_commit, "command": sys.argv}
-    write_json(directory / "environment.json", machine | ranks)
+        facts["git_commit"] = subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip()
+    write_json(directory / "environment.json", facts)
     (directory / "summary.json").unlink(missing_ok=True)
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
     """Write summary.json and the best weights, and return the summary. All ranks call it, rank 0 writes."""
     context = strategy.context
-    peaks = [*chain(*(gather_objects([_peak_memory_mib(device) for device in context.devices]) or []))]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+    own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
+    peaks = [round(peak / 2**20, 1) for peak in chain(*(gather_objects(own) or []))]
     summary |= {"world_size": context.world_size, "num_devices": len(peaks), "device_ids": config.device_ids}
     summary |= {"strategy": config.strategy, "precision": strategy.precision}
     summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": peaks}
@@ -117,11 +111,3 @@ def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_do
     profiler = profile(schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path)))
     profiler.start()
     return profiler
-
-
-def _peak_memory_mib(device: torch.device) -> float:
-    """The GPU's memory that tensors took at most, or this process's resident memory on the CPU."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (2**20 if sys.platform == "darwin" else 2**10), 1)  # bytes on macOS, KiB elsewhere

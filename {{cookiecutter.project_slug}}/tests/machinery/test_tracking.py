@@ -126,7 +126,7 @@ def test_metrics_keep_order_and_every_digit(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_line_that_the_disk_refuses_ends_the_run_in_one_line(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path, 0, 9)
-    tracking._metrics = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115 - the tracking closes it
+    tracking._metrics = Path("/dev/full").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - the tracking closes it
     with pytest.raises(FailureError, match=r"cannot write .*metrics.jsonl: No space left on device.*same command"):
         tracking.record({"split": "train", "step": 1, "epoch": 1, "loss": 0.5, "samples_per_second": 1.0})
 
