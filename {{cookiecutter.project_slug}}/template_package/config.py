@@ -5,10 +5,9 @@ pydantic checks types and rules; `data` and `model` are the user's own dataclass
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
@@ -198,7 +197,7 @@ class Config:
             raise ValueError("training.epochs=null: needs an end of the run. Set it, or training.max_steps.")
 
 
-_adapter: Callable[[], TypeAdapter[Config]] = cache(partial(TypeAdapter, Config))  # made when it is first called
+_adapter = TypeAdapter(Config)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -212,7 +211,7 @@ def build_config(settings: dict[str, Any]) -> Config:
     if problems := [*_check_keys(settings, Config, "")]:
         raise ConfigError("\n".join(problems))
     try:
-        config: Config = _adapter().validate_python(settings)
+        config: Config = _adapter.validate_python(settings)
         getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error))) from None
@@ -223,7 +222,7 @@ def build_config(settings: dict[str, Any]) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as dicts, lists, text and numbers, for YAML, JSON and checkpoints; load_config reads it back."""
-    return dict(_adapter().dump_python(config, mode="json", warnings=False))
+    return dict(_adapter.dump_python(config, mode="json", warnings=False))
 
 
 def differing_keys(stored: dict[str, Any], present: dict[str, Any]) -> list[str]:
@@ -279,8 +278,8 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator
 
 
 def _takes_list(kind: Any) -> bool:
-    is_list = get_origin(kind) in (list, tuple) or kind in (list, tuple)
-    return is_list or (get_origin(kind) not in (None, dict, Literal) and any(map(_takes_list, get_args(kind))))
+    origin = get_origin(kind) or kind
+    return origin in (list, tuple) or (origin not in (dict, Literal) and any(map(_takes_list, get_args(kind))))
 
 
 def _unknown_key(key: str, value: Any) -> str:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ..config import Config
 
 USAGE = """python run.py [COMMAND] [--config PATH] [key=value ...]
-
-Without a command it trains, or continues. Every key of config.yaml can be set, with dots into sections:
-  python run.py device_ids=0,2 training.epochs=3 name=first"""
+Without a command it trains, or continues. The keys are those of config.yaml: training.epochs=3 name=first"""
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
