@@ -110,18 +110,14 @@ class MemoryLimit:
             raise StopRun(OUT_OF_MEMORY) from error
 
     def _halve(self, error: RuntimeError) -> None:
-        if not is_out_of_memory(error):
+        words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in words):
             raise error
         former = self._loader.micro_batch_size
         if former == 1:
             raise torch.OutOfMemoryError("training.micro_batch_size=1 does not fit: use a smaller model or samples")
         self._loader.micro_batch_size = smaller = -(-former // 2)
         logger.warning("out of memory with micro-batches of %d samples, trying %d", former, smaller)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
