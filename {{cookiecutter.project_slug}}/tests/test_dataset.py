@@ -8,14 +8,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import default_collate
 
 from template_package.config import load_config
-from template_package.dataset import (
-    NUM_CLASSES,
-    Batch,
-    DataConfig,
-    Digits,
-    build_datasets,
-    random_shift,
-)
+from template_package.dataset import NUM_CLASSES, Batch, DataConfig, Digits, build_datasets
 from template_package.errors import ConfigError
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
@@ -73,16 +66,17 @@ def test_only_training_items_are_augmented() -> None:
     train, validation, test = build_datasets(DataConfig(shift_probability=1.0))
     plain = build_datasets(DataConfig(shift_probability=0.0))[0]
     torch.manual_seed(0)
-    assert any(not torch.equal(train[index].inputs, train.images[index]) for index in range(20))
+    assert any(not torch.equal(train[index].inputs[0], train.images[index]) for index in range(20))
     for dataset in (validation, test, plain):
-        assert all(torch.equal(dataset[index].inputs, dataset.images[index]) for index in range(len(dataset)))
+        assert all(torch.equal(dataset[index].inputs[0], dataset.images[index]) for index in range(len(dataset)))
 
 
 def test_a_shift_moves_the_image_by_at_most_one_pixel() -> None:
     dot = torch.zeros(1, 8, 8)
     dot[0, 3, 5] = 1
+    dataset = Digits(dot, torch.zeros(1, dtype=torch.long), shift_probability=1.0)
     torch.manual_seed(0)
-    places = {tuple(random_shift(dot).nonzero().squeeze().tolist()) for _ in range(200)}
+    places = {tuple(dataset[0].inputs.nonzero().squeeze().tolist()) for _ in range(200)}
     assert places == {(0, row, column) for row in (2, 3, 4) for column in (4, 5, 6)}
 
 
