@@ -8,8 +8,7 @@ from .. import dataset as user_data
 from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .datasets import is_stream
-from .loader import TrainLoader, seed_generators
+from .loader import TrainLoader, is_stream, seed_generators
 
 
 def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
@@ -27,6 +26,6 @@ def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLo
         kind = StreamLoader
         for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
             if number is None:
-                raise ConfigError(f"{key}=null: the training set is a stream, without end and epochs. Set a number.")
+                raise ConfigError(f"{key}=null: the training set has no __len__, so no epochs either. Set a number.")
     sizes: Any = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
     return kind(dataset, config.loader, context, seed=config.seed, **sizes)

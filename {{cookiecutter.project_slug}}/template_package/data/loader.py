@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy
@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import LoaderConfig
-from ..launching.distributed import RankContext, all_reduce
+from ..errors import ConfigError
+from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
-from .datasets import check_dataset, numbers_of
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
@@ -74,16 +74,14 @@ class MicroBatch(NamedTuple):
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """(num_samples,) int64: the shuffled indices of one epoch, the same on every rank.
 
-    weights: draw the samples in proportion to them, with replacement. Then num_samples is added to an index for each
-    time that the epoch has drawn it before, so that its random augmentation differs each time.
+    weights: draw the samples in proportion to them, with replacement. Then position * num_samples is added to each
+    index, so that the random augmentation of a sample differs each time that it is drawn.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
         return torch.randperm(num_samples, generator=generator)
     drawn = torch.multinomial(weights, num_samples, replacement=True, generator=generator)
-    ordered, places = drawn.sort(stable=True)
-    num_earlier = torch.arange(num_samples) - torch.searchsorted(ordered, ordered)
-    return drawn.index_add(0, places, num_earlier * num_samples)
+    return drawn + num_samples * torch.arange(num_samples)
 
 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
@@ -112,17 +110,41 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
-    # An index that weights have drawn again is num_samples larger.
+    # An index that weights have drawn is a multiple of num_samples larger.
     batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
     shuffled = torch.randperm(len(whole) // size, generator=generator)
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
 
 
-def cut_evenly(items: list[int], num_parts: int) -> list[list[int]]:
-    """`items` in contiguous parts whose sizes differ by at most one."""
-    bounds = [len(items) * part // num_parts for part in range(num_parts + 1)]
-    return [items[start:stop] for start, stop in pairwise(bounds)]
+def numbers_of(dataset: Any, name: str) -> Tensor | None:
+    """The data set's attribute of that name: one number a sample, as float64; or None."""
+    if getattr(dataset, name, None) is None:
+        return None
+    numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
+    if (shape := tuple(numbers.shape)) != (len(dataset),):
+        raise ConfigError(f"{name} of {type(dataset).__name__} has the shape {shape}, not one number per sample.")
+    return numbers
+
+
+def is_stream(dataset: Any) -> bool:
+    """True for a data set without a length or an index. An IterableDataset inherits Dataset's index, which raises."""
+    kind: Any = type(dataset)
+    return not hasattr(kind, "__len__") or getattr(kind, "__getitem__", None) in (None, Dataset.__getitem__)
+
+
+def check_dataset(dataset: Any, name: str) -> int:
+    """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
+    if is_stream(dataset):
+        rule = "a stream can be trained on, not evaluated. Return a list of its first items, say"
+        raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
+    lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
+    if min(lengths) != max(lengths):
+        rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
+        raise ConfigError(f"the {name} data set differs between ranks: {lengths} samples. {rule}")
+    if lengths[0] == 0:
+        raise ConfigError(f"the {name} data set is empty: build_datasets() must return at least one sample.")
+    return lengths[0]
 
 
 class TrainLoader:
@@ -134,14 +156,13 @@ class TrainLoader:
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,
         micro_batch_size: int | str,
     ) -> None:  # fmt: skip
-        self.num_samples, self.global_batch_size = check_dataset(dataset, "training"), global_batch_size
+        self._reader = BatchReader(dataset, config, context, seed, "training")
+        self.num_samples, self.global_batch_size = self._reader.num_samples, global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
         share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest
         self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
         self._context, self._seed = context, seed
         self._lengths, self._weights = numbers_of(dataset, "sample_lengths"), numbers_of(dataset, "sample_weights")
-        self._reader = BatchReader(dataset, config, context, seed)
-        self._batches: Iterator[MicroBatch] = iter(())
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
@@ -194,27 +215,27 @@ class TrainLoader:
             order = torch.empty(0) if is_long else epoch_order(num_samples, self._seed, epoch, self._weights)
             if self._lengths is not None:
                 order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
+            seed = derive_seed(self._seed, epoch, -1)
             for start in range(position, num_samples, size):
-                part = order[start : start + size]
-                if is_long:
-                    positions = torch.arange(start, min(start + size, num_samples))
-                    part = long_order(positions, num_samples, derive_seed(self._seed, epoch, -1))
+                stop = min(start + size, num_samples)
+                part = long_order(torch.arange(start, stop), num_samples, seed) if is_long else order[start:stop]
                 yield epoch, part.tolist()
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """This rank's micro-batches of a global batch."""
-        world_size, size = self._context.world_size, len(global_batch)
+        """This rank's micro-batches of a global batch. Shares differ in size by at most one, and so do pieces."""
+        rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # The same number of pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A
         # rank without samples for a piece runs one with weight 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
-        share = cut_evenly(global_batch, world_size)[self._context.rank]
-        for number, piece in enumerate(cut_evenly(share, num_pieces), start=1):
+        share = global_batch[rank * size // world_size : (rank + 1) * size // world_size]
+        for number in range(num_pieces):
+            piece = share[number * len(share) // num_pieces : (number + 1) * len(share) // num_pieces]
             weight = len(piece) * world_size / size  # shares of 3 and 4 samples: 6/7 and 8/7, which DDP halves
             draws = piece or global_batch[:1]
             indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
-            yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces)
+            yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces - 1)
 
 
 class Fetcher(Dataset[MicroBatch]):
@@ -239,9 +260,7 @@ class Fetcher(Dataset[MicroBatch]):
 
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
-            if request.epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(request.epoch)
-            self._epoch = request.epoch
+            self.set_epoch(request.epoch)
             return MicroBatch(self._read(request), request)
         except (StopIteration, SystemExit) as error:  # an iterator over the batches would end, as if they were all
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
@@ -249,12 +268,16 @@ class Fetcher(Dataset[MicroBatch]):
             error.add_note(f"while reading the samples {request.indices} of {type(self._dataset).__name__}")
             raise
 
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        self._epoch = epoch
+
     def _read(self, request: Request) -> Any:
         """The batch, read again if it is the first that draws from a generator which was not seeded."""
-        dataset: Any = self._dataset
-        rows = request.indices
+        dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
-            dataset, rows = dataset.dataset, [int(dataset.indices[row]) for row in rows]
+            rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and _collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
@@ -262,14 +285,12 @@ class Fetcher(Dataset[MicroBatch]):
         if self._states[0] != others:
             self._states = others, get_random_states()
         batch = self._read_seeded(request)
-        now, torch_now = python_and_numpy(), torch.default_generator.get_state()
-        if now == others and torch_state.equal(torch_now):
-            return batch
-        found = {name for name, memory in now.items() if memory != others[name]}
-        found |= set() if torch_state.equal(torch_now) else {"torch"}
+        found = {name for name, memory in python_and_numpy().items() if memory != others[name]}
+        found |= set() if torch_state.equal(torch.default_generator.get_state()) else {"torch"}
         if found - {"torch"}:
             set_random_states(self._states[1])
-        torch.default_generator.set_state(torch_state)
+        if found:
+            torch.default_generator.set_state(torch_state)
         if found <= self._drawn:
             return batch
         self._drawn |= found
@@ -280,16 +301,15 @@ class Fetcher(Dataset[MicroBatch]):
             if self._drawn:
                 seed_generators(derive_seed(self._seed, request.epoch, number), self._drawn)
 
-        if self._has_whole_batches:
-            seed(-3 - request.draws[0])
-            batch = self._dataset.__getitems__(request.indices)
-            return _collate(batch) if isinstance(batch, list) else batch
-        items = []
-        for draw, index in zip(request.draws, request.indices, strict=True):
-            seed(draw)
-            items.append(self._dataset[index])
+        items: Any = []
+        if not self._has_whole_batches:
+            for draw, index in zip(request.draws, request.indices, strict=True):
+                seed(draw)
+                items.append(self._dataset[index])
         seed(-3 - request.draws[0])
-        return _collate(items)
+        if self._has_whole_batches:
+            items = self._dataset.__getitems__(request.indices)
+        return _collate(items) if isinstance(items, list) else items
 
 
 class Requests:
@@ -304,15 +324,14 @@ class Requests:
 class BatchReader:
     """Reads requested micro-batches onto the rank's device; worker processes live as long as this object."""
 
-    def __init__(self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, seed: int) -> None:
+    def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, seed: int, name: str) -> None:
+        self.num_samples = check_dataset(dataset, name)
         self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, seed)
         self._requests, self.device = Requests(), context.device
-        if config.num_workers != "auto":
-            self.num_workers = config.num_workers
-        elif context.device.type != "cuda" or self.fetcher.is_quick:
-            self.num_workers = 0  # a worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy
-        else:
-            self.num_workers = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
+        # A worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy.
+        is_slow = context.device.type == "cuda" and not self.fetcher.is_quick
+        num_auto = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size) if is_slow else 0
+        self.num_workers = num_auto if config.num_workers == "auto" else config.num_workers
         self._loader: DataLoader[MicroBatch] | None = None
         if self.num_workers or context.device.type != "cpu":
             self._loader = DataLoader(
@@ -348,14 +367,11 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
     for number in STOP_SIGNALS:  # some schedulers signal each process of a run
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # for the processes that user code starts here
-    torch.set_num_threads(1)
 
 
 @runtime_checkable
 class Movable(Protocol):
-    """A tensor, or another object with a method `to`: a graph, a tokenizer's output."""
-
-    def to(self, device: torch.device, **options: Any) -> Any: ...
+    to: Any  # the method of a tensor, a graph, a tokenizer's output
 
 
 def move(batch: Any, device: torch.device) -> Any:
@@ -367,15 +383,13 @@ def move(batch: Any, device: torch.device) -> Any:
     return apply_to_collection(batch, dtype=Movable, function=move_one)
 
 
+@torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
     """The weight of this micro-batch's mean loss: 0-dim; 0 for one that only keeps the ranks in step."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
-        arguments = (micro_batch.batch, module) if _takes_module else (micro_batch.batch,)
-        weight = _loss_weight(*arguments)
-    if isinstance(weight, Tensor):
-        return weight.detach().to(context.device, context.sum_dtype)
-    return torch.full((), weight, dtype=context.sum_dtype, device=context.device)  # a copy from the host would wait
+        weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
+    return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(weight)  # a copy from the host would wait
 
 
 def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "numpy")) -> None:

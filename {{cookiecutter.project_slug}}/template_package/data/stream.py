@@ -31,7 +31,7 @@ class StreamLoader(TrainLoader):
     When its parts have ended, a rank runs a batch with weight 0 until those of the other ranks have ended too.
     """
 
-    _size = sys.maxsize  # samples of the rehearsed micro-batch; this large: none yet
+    _first: MicroBatch | None = None  # from the beginning, to rehearse and to run with weight 0
 
     def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any) -> None:
         if (size := sizes["global_batch_size"]) % context.world_size:
@@ -42,87 +42,66 @@ class StreamLoader(TrainLoader):
 
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin at `place`."""
-        self.read_first(epoch, position)
-        self._go_to(self.place)
-        self._batches = self._steps()
+        self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """A micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
-        if self._size > self.micro_batch_size:
-            share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
-            self._size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
-            self.place = self.place or beginning
-            begun, now = ([part["part"] for part in place["parts"]] for place in (self.place, beginning))
-            if begun != now:
-                former, present = (f"{parts[0][1] // len(parts)} ranks x {len(parts)} parts" for parts in (begun, now))
-                remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
-                raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
-            self._go_to(beginning)
-            self._spare = self._read(1)
-            if self._size < self.micro_batch_size:
-                logger.info("stream: micro-batches of %d samples, which divide a rank's share of %d", self._size, share)
-            if not self._spare:
-                raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
-        batch, request = self._spare[0]
-        return MicroBatch(loader.move(batch, self._context.device), request)
-
-    def close(self) -> None:
-        del self._answers  # or the workers would live on
-        super().close()
+        share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
+        self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
+        self.place = self.place or beginning
+        if (former := self.place["split"]) != (present := beginning["split"]):
+            remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
+            raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
+        if self._first is None or self._first.request.num_samples > self.micro_batch_size:
+            self._first = next(self._read(beginning), None)
+        if self._first is None:
+            raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
+        return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
         """The place where this pass begins: of each part of this rank, one a worker, and whose turn it is."""
-        num_workers = max(1, self._reader.num_workers)
-        first, of = self._context.rank * num_workers, self._context.world_size * num_workers
+        num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
+        first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
-        return {"pass": number, "turn": 0, "parts": parts}
+        return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
-    def _go_to(self, place: dict[str, Any]) -> None:
-        """Restart reading at `place`, with batches from the workers in turn."""
-        self._pass, self._turn, self._parts = place["pass"], 0, [*place["parts"]]
+    def _read(self, place: dict[str, Any]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from `place` to the end of the pass, each with the place after it."""
+        parts = [*place["parts"]]
 
         def requests() -> Iterator[Request]:
-            self._reader.fetcher.set_epoch(place["pass"])  # Hugging Face's workers share it: not all of them at once
             for number in count():  # a worker's first request names its place; before the turn, it asks for no item
-                part = place["parts"][number] if number < len(place["parts"]) else None
-                yield Request(place["pass"], [], [], self._size * (number >= place["turn"]), 0.0, False, part)
+                part, size = place["parts"][number] if number < len(parts) else None, self.micro_batch_size
+                yield Request(place["pass"], [], [], size * (number >= place["turn"]), 0.0, False, part)
 
-        self._answers = self._reader.read(requests())
+        self._reader.fetcher.set_epoch(place["pass"])  # Hugging Face's workers share it: not all of them at once
+        for number, answer in enumerate(self._reader.read(requests())):
+            parts[number % len(parts)] = answer.request.place
+            answer.request.place = place | {"turn": (number + 1) % len(parts), "parts": [*parts]}
+            if answer.request.num_samples:
+                yield answer
+            if all(part["is_over"] for part in parts):
+                return
 
-    def _read(self, num_batches: int) -> list[MicroBatch]:
-        """The next batches of this rank; fewer once its parts have ended."""
-        found: list[MicroBatch] = []
-        while len(found) < num_batches and not all(part["is_over"] for part in self._parts):
-            answer = next(self._answers)
-            self._parts[self._turn] = answer.request.place
-            self._turn = (self._turn + 1) % len(self._parts)
-            found += [answer] * (answer.request.num_samples > 0)
-        return found
-
-    def _steps(self) -> Iterator[MicroBatch]:
-        num_ranks, spare = self._context.world_size, self._spare[0]
-        idle = spare._replace(request=replace(spare.request, num_samples=0))
-        num_pieces = self.global_batch_size // num_ranks // self._size
+    def _steps(self, first: MicroBatch) -> Iterator[MicroBatch]:
+        num_pieces = self.global_batch_size // self._context.world_size // self.micro_batch_size
+        idle = first._replace(request=replace(first.request, num_samples=0))
+        micro_batches = self._read(self.place)
         while True:
-            pieces = self._read(num_pieces)
+            pieces = [*islice(micro_batches, num_pieces)]
             total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
-            if total == 0:
-                if not any(part["num_read"] for part in self._parts) and self._pass:
+            if total == 0:  # on all ranks
+                if self.place == self._beginning(number := self.place["pass"]):
                     raise ConfigError("the training set has no items in its second pass: __iter__ must begin anew.")
-                self._go_to(self._beginning(self._pass + 1))
+                self.place = self._beginning(number + 1)
+                micro_batches = self._read(self.place)
                 continue
-            self.place = {"pass": self._pass, "turn": self._turn, "parts": [*self._parts]}
+            self.place = pieces[-1].request.place if pieces else self.place
             pieces += [idle] * (num_pieces - len(pieces))
             for number, (batch, request) in enumerate(pieces, start=1):
-                weight = request.num_samples * num_ranks / total
+                weight = request.num_samples * self._context.world_size / total
                 answer = replace(request, weight=weight, is_last=number == num_pieces)
                 yield MicroBatch(loader.move(batch, self._context.device), answer)
-
-
-def _layers(layer: Any) -> Iterator[Any]:
-    for inner in () if layer is None else (getattr(layer, "ex_iterable", None), *getattr(layer, "ex_iterables", ())):
-        yield from _layers(inner)
-    yield layer
 
 
 class PartFetcher(Fetcher):
@@ -132,32 +111,24 @@ class PartFetcher(Fetcher):
     """
 
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
-        library = type(dataset).__module__.partition(".")[0]
+        library, layers = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)
         self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)
         self.max_workers = 8 if self._is_sharded else 1  # more would each read all of it
-        layers = [*_layers(getattr(dataset, "_ex_iterable", None))]  # of a Hugging Face data set
-        # Its state leaves out what lies in a shuffle buffer.
-        self._has_state = hasattr(dataset, "load_state_dict") and not any(hasattr(one, "buffer_size") for one in layers)
-        if library == "datasets":
+        if _has(layers, "split_when_sharding"):
+            rule = "each part would skip or take a part of them, of its own files. Hold out whole files instead"
+            raise ConfigError(f"the training stream comes from skip() or take(): {rule}.")
+        if library == "datasets" and dataset._distributed is None:
             from datasets.distributed import split_dataset_by_node
 
-            if dataset._distributed is not None:
-                raise ConfigError("the training stream is split already. Delete split_dataset_by_node.")
-            if any(getattr(one, "split_when_sharding", False) for one in layers):
-                rule = "each part would skip or take a part of them, of its own files. Hold out whole files instead"
-                raise ConfigError(f"the training stream comes from skip() or take(): {rule}.")
             dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
+        self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")  # not in the state
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
         super().__init__(dataset, seed)
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-
-    def __getitem__(self, request: Request) -> MicroBatch:
+    def _read(self, request: Request) -> Any:
         with loader.generators_restored():
             if request.place is not None:
                 self._place, self._items = request.place, self._read_part(request.place, request.epoch)
@@ -165,17 +136,16 @@ class PartFetcher(Fetcher):
             batch = loader._collate(items) if items else None
         if self._has_state and request.num_samples:
             self._place = self._place | {"state": deepcopy(self._dataset.state_dict())}
-        return MicroBatch(batch, replace(request, num_samples=len(items), place=self._place))
+        request.num_samples, request.place = len(items), self._place
+        return batch
 
     def _read_part(self, place: dict[str, Any], epoch: int) -> Iterator[Any]:
-        dataset, started_at = self._dataset, time.perf_counter()
-        (part, num_parts), num_former = place["part"], place["num_read"]
-        self.set_epoch(epoch)
+        (part, num_parts), num_former, started_at = place["part"], place["num_read"], time.perf_counter()
         if self._has_state:
-            dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
+            self._dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
         if not self._is_sharded:
             _utils.worker._worker_info = None  # a data set that splits its items among workers would split them again
-        items = iter(() if place["is_over"] else dataset)
+        items = iter(() if place["is_over"] else self._dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:
                 words = "found the place in the stream in %.1f seconds, by reading all that comes before it"
@@ -189,3 +159,9 @@ class PartFetcher(Fetcher):
                 self._place = self._place | {"num_read": index + 1}
                 yield item
         self._place = self._place | {"is_over": True}
+
+
+def _has(layer: Any, name: str) -> bool:
+    """Whether this attribute is true for a layer of a Hugging Face data set, or for a layer within it."""
+    inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
+    return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

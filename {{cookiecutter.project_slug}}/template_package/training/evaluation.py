@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
-from ..data.datasets import check_dataset, numbers_of
-from ..data.loader import BatchReader, MicroBatch, Request, cut_evenly, generators_restored, loss_weight_of, move
+from ..data.loader import BatchReader, MicroBatch, Request, generators_restored, loss_weight_of, move, numbers_of
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
@@ -154,20 +153,20 @@ class EvaluationLoader:
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
     ) -> None:
-        num_all = check_dataset(dataset, name)
+        self._reader = BatchReader(dataset, config, context, 0, name)
+        num_all = self._reader.num_samples
         self.num_samples = min(num_all, limit or num_all)
         # Evenly drawn if not all are wanted: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
-        self._share = cut_evenly(order.tolist(), context.world_size)[context.rank]
+        self._share = order.tensor_split(context.world_size)[context.rank]
         if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
-            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size].tolist()
+            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size]
         self._largest_share = -(-self.num_samples // context.world_size)
-        self._reader = BatchReader(dataset, config, context, seed=0)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
-        requests, pieces = [], cut_evenly(self._share, -(-self._largest_share // micro_batch_size))
-        for piece in cut_evenly(pieces[0], num_parts) if num_parts else pieces:
-            indices = piece or [0]
+        requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
+        for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
+            indices = piece.tolist() or [0]
             requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
         return self._reader.read(requests)

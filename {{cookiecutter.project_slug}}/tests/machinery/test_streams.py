@@ -82,6 +82,13 @@ def hugging_face(buffer_size: int = 0):
     return (stream.shuffle(seed=1, buffer_size=buffer_size) if buffer_size else stream).map(with_draw)
 
 
+def split_hugging_face():
+    """As scripts for DDP do it, with a shuffle buffer."""
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(hugging_face(6), torch.distributed.get_rank(), torch.distributed.get_world_size())
+
+
 def webdataset():
     import webdataset
 
@@ -90,7 +97,7 @@ def webdataset():
 
 
 KINDS = {"plain": Plain, "split_by_worker": SplitByWorker, "stateful": Stateful, "sharded": Sharded}
-KINDS |= {"hugging_face": hugging_face, "shuffled": lambda: hugging_face(6), "webdataset": webdataset}
+KINDS |= {"hugging_face": hugging_face, "shuffled": split_hugging_face, "webdataset": webdataset}
 KINDS |= {"skipped": lambda: hugging_face().skip(3)}
 
 
