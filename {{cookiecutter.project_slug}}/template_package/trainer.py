@@ -99,7 +99,8 @@ class Trainer:
                     if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
                         self.loader.start(self.progress.epoch, 0)
-                    sums, gradient_norm = self.train_step()
+                    self.progress.count_step()
+                    sums, gradient_norm = self.train_step(self.progress.is_logged(self.config.logging.every_steps))
                 self.complete_step(sums, gradient_norm)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
@@ -130,13 +131,12 @@ class Trainer:
         self.clock = StepClock(progress.num_samples_seen)
         return memory
 
-    def train_step(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Count and make one step, which does not wait for the device. Returns weighted sums of this rank's loss and,
-        on logged steps, training_metrics() (means over ranks are the global batch's); and the norm before clipping.
+    def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
+        """One optimizer step, which does not wait for the device. Returns weighted sums of this rank's loss and, if
+        is_logged, training_metrics() (their means over ranks are the global batch's); and the norm before clipping.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
-        progress.count_step()
-        is_logged, peak = progress.is_logged(config.logging.every_steps), config.optimizer.learning_rate
+        peak = config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, progress.step, self.total_steps, progress.num_drops)
         set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
@@ -177,7 +177,8 @@ class Trainer:
         check_finite(self.losses, self.context)
         progress = self.progress
         values = all_reduce(torch.stack([*sums.values()])) / self.context.world_size
-        record = progress.line("train") | dict(zip(sums, values.tolist(), strict=True))
+        record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
+        record |= dict(zip(sums, values.tolist(), strict=True))
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
         record["samples_per_second"] = self.clock.samples_per_second(progress.num_samples_seen)
         if gradient_norm is not None:
@@ -192,7 +193,8 @@ class Trainer:
             with self.average.swapped_in() if self.average is not None else nullcontext():
                 values = self.evaluator.run(self.strategy, stop.allows, self.tracking.log(progress.step))
             progress.is_evaluation_pending = False
-            self.tracking.record({**progress.line("validation"), **values, "num_samples": self.evaluator.num_samples})
+            record = {"split": "validation", "step": progress.step, "epoch": progress.current_epoch, **values}
+            self.tracking.record({**record, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config, self.config.schedule.patience):
                 self.evaluator.write_report(self.directory, "best", progress.step)
                 self.save(is_best=True)

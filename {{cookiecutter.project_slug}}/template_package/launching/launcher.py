@@ -199,6 +199,7 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
         devices = take_devices("auto:1", options, environment)  # each rank its own: --gpus-per-task=1, --gpu-bind
         return Node(devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store)
     if launched.local_rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
         return Node(Devices(json.loads(store.get(key)), []), launched.world_size, launched, store)
     devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:

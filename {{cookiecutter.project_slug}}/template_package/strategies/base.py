@@ -44,10 +44,7 @@ class Strategy:
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, then build the optimizer on the result (None: for evaluation only)."""
         self.module = self.move(model)
-        if self.config.sync_batchnorm and self.context.world_size > 1:
-            if self.context.device.type == "cpu":
-                raise ConfigError("training.sync_batchnorm=true: torch has it on GPUs only. Set it to false.")
-            # First, since it makes other modules.
+        if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)

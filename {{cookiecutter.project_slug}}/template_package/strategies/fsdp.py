@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
-from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
 from .common import blocks
@@ -39,8 +38,6 @@ class FullyShardedStrategy(Strategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
-        if options.cpu_offload and self.precision == "fp16":
-            raise ConfigError("fsdp.cpu_offload=true: does not go with training.precision=fp16. Set bf16 or fp32.")
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
         offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()

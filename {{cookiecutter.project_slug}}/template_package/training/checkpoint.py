@@ -192,7 +192,7 @@ def load_initial_weights(model: nn.Module, path: Path) -> None:
     source = f"checkpoint.initial_weights={path}"
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        for key in ("average", "model", "state_dict", "model_state_dict"):
+        for key in ("average", "model", "state_dict", "model_state_dict", "net"):
             content = content[key] if isinstance(content.get(key), dict) else content
         weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}
     except Exception as error:

@@ -79,8 +79,7 @@ class MemoryLimit:
         self._context, self._loader = context, loader
         size = int(self._path.read_text(encoding="utf-8")) if self._path.exists() else loader.micro_batch_size
         if size < loader.micro_batch_size:
-            words = "micro-batches of %d on this rank: memory ran out with more (%s; remove it to try again)"
-            logger.info(words, size, self._path)
+            logger.info("micro-batches of %d: memory ran out with more (remove %s to try again)", size, self._path)
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:

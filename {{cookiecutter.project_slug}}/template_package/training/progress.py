@@ -70,10 +70,6 @@ class Progress:
         """Whether the step's figures are logged: every so many, and each epoch's last."""
         return self.step % every_steps == 0 or self.is_epoch_end
 
-    def line(self, split: str) -> dict[str, Any]:
-        """The first entries of a line in metrics.jsonl."""
-        return {"split": split, "step": self.step, "epoch": self.current_epoch}
-
     def describe(self) -> str:
         """`260 steps, 13 epochs, best accuracy 0.9889 at step 100`"""
         counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (self.epoch > 0)
@@ -96,7 +92,7 @@ class Progress:
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0
         if self.num_samples == sys.maxsize:  # a stream begins anew
-            epoch, position = 0, 0
+            epoch = position = 0
         steps = epoch * -(-self.num_samples // size) + position // size
         counts = {"step": steps, "epoch": epoch, "position": position - position % size}
         random_states = [own | {"place": None} for own in state["random_states"]]

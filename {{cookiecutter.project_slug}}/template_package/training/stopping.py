@@ -87,18 +87,19 @@ class StopRequest:
         self._received = number
 
     def _watch(self) -> None:
-        while not self._store.check([STOP]):
-            if self._received is not None:
-                self._store.set(STOP, str(self._received))
-            elif self._closed.wait(POLL_SECONDS):
-                return
-        # Set the limit before reading the counter, so that no step can start unreported.
-        self._limit = -1
-        self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
-        begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
-        self.signal_number = int(self._store.get(STOP))
-        self._limit = max(begun)
-        self._decided.set()
+        with suppress(dist.DistError):  # the launching process was killed, and this rank is about to be
+            while not self._store.check([STOP]):
+                if self._received is not None:
+                    self._store.set(STOP, str(self._received))
+                elif self._closed.wait(POLL_SECONDS):
+                    return
+            # Set the limit before reading the counter, so that no step can start unreported.
+            self._limit = -1
+            self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
+            begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
+            self.signal_number = int(self._store.get(STOP))
+            self._limit = max(begun)
+            self._decided.set()
 
 
 @contextmanager

@@ -149,16 +149,6 @@ def test_one_rank_may_offload_too(project: Project) -> None:
     assert project.lines("offload") == project.lines("plain")
 
 
-def test_what_it_cannot_do_is_refused(project: Project) -> None:
-    cases = {
-        "fsdp.cpu_offload=true": ["fsdp.cpu_offload=true", "training.precision=fp16"],
-        "training.sync_batchnorm=true": ["training.sync_batchnorm=true", "training.micro_batch_size=4"],
-    }
-    for message, words in cases.items():
-        output = project.run("strategy=fsdp", "device_ids=cpu,cpu", *words, code=2)
-        assert message in output and "Traceback" not in output
-
-
 def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(project: Project) -> None:
     output = project.run("strategy=fsdp", "device_ids=cpu,cpu", "data.nan_index=17", code=1)
     assert "is not finite" in output and output.count(") failed:\n") == 1 and "Traceback" not in output
