@@ -45,10 +45,12 @@ def run_lock(directory: Path) -> Iterator[None]:
             left.unlink(missing_ok=True)
 
     from_main(lock)
-    yield
-    for file in held:
-        with suppress(OSError):  # a disk without locks
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
+    try:
+        yield
+    finally:
+        for file in held:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
