@@ -22,7 +22,7 @@ NUM_CLASSES = 10  # targets are below it; a model that tells fewer classes apart
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. What a rule here refuses is one line, before anything starts."""
+    """The keys of config.yaml under `data:`. A value that breaks a rule is refused with a one-line error."""
 
     validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Digits(Dataset[Batch]):
-    """Images in memory, moved at random when `shift_probability` is above 0. images: (N, 8, 8), from 0 to 16."""
+    """Holds images in memory and moves them at random if `shift_probability` is above 0. images: (N, 8, 8), 0 to 16."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability
@@ -57,13 +57,13 @@ class Digits(Dataset[Batch]):
         # (seed, epoch, index), so a sample looks the same on any rank, in any worker and after a resume.
         if torch.rand(()) < self.shift_probability:
             down, right = torch.randint(0, 3, (2,)).tolist()
-            image = F.pad(image, (1, 1, 1, 1))[down : down + 8, right : right + 8]  # what comes in at the edges is 0
+            image = F.pad(image, (1, 1, 1, 1))[down : down + 8, right : right + 8]  # new pixels at the edges are 0
         return Batch(image.unsqueeze(0), self.digits[index])
 
 
 def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
-    """The training, validation and test sets: disjoint, together all images, the same in every run (not stratified)."""
-    from sklearn.datasets import load_digits  # here, so that only who reads the data pays for the import
+    """Split all images into training, validation and test sets, the same ones in every run (not stratified)."""
+    from sklearn.datasets import load_digits  # here, so that a command that reads no data skips this slow import
 
     bunch = load_digits()
     images, digits = torch.from_numpy(bunch.images), torch.from_numpy(bunch.target).long()
@@ -80,7 +80,7 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
-    """The images that `run.py predict SOURCE` looks at, and a name for each.
+    """Read the images for `run.py predict SOURCE`. Return them, and a name for each.
 
     source: a .npy file of one image, (8, 8), or of several, (N, 8, 8), with values from 0 to 16.
     """

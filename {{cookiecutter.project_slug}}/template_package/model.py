@@ -30,7 +30,7 @@ class ModelConfig:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The network: (B, 1, 8, 8) images -> (B, num_classes) logits."""
+    """Build the network: (B, 1, 8, 8) images -> (B, num_classes) logits."""
     narrow, wide = config.channels, 2 * config.channels
     return nn.Sequential(
         *convolution(1, narrow),
@@ -45,30 +45,30 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
-    """A 3x3 convolution that keeps the size, normalization and ReLU."""
+    """Return three layers: a 3x3 convolution that keeps the image size, a normalization and ReLU."""
     # GroupNorm sees one sample at a time. BatchNorm's statistics would depend on how a batch is cut among devices.
     return nn.Conv2d(num_inputs, num_outputs, 3, padding=1), nn.GroupNorm(4, num_outputs), nn.ReLU()
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of one micro-batch, and the logits.
+    """Return the mean cross-entropy of one micro-batch, and the logits.
 
     batch.inputs: (B, 1, 8, 8) float32 in [0, 1]; batch.targets: (B,) int64 class ids.
-    Returns a scalar (the mean over this rank's B samples, not yet averaged over ranks) and (B, num_classes) logits.
-    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    The loss is a scalar: the mean over this rank's B samples, not yet over ranks. The logits are (B, num_classes).
+    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
     """
     logits = model(batch.inputs)
     return F.cross_entropy(logits, batch.targets), logits
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The columns that `run.py predict` writes, by name: (B,) each."""
+    """Return the columns that `run.py predict` writes, by name: (B,) each."""
     probabilities, digits = model(batch.inputs).float().softmax(1).max(1)
     return {"label": digits, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """The metrics that evaluation reports beside the loss; `evaluation.metric` in config.yaml picks one of them."""
+    """Build the metrics that evaluation reports beside the loss. `evaluation.metric` in config.yaml picks one."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy
 
@@ -76,5 +76,5 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Count one evaluated micro-batch of this rank; the trainer adds up the ranks."""
+    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the ranks."""
     metrics.update(outputs, batch.targets)

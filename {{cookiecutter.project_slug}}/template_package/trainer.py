@@ -1,7 +1,7 @@
 """The training loop: fit, train_step, evaluate, save, resume. The third file, beside model.py and dataset.py, to edit.
 
-data/loader.py decides which samples a rank sees, strategies/ hold the differences between strategies, and each promise
-that takes intricate code (stopping together, equal replicas, exact resume) has a file in training/.
+data/loader.py decides which samples a rank sees, strategies/ hold the differences between strategies, and each
+guarantee that takes intricate code (stopping together, equal replicas, exact resume) has a file in training/.
 """
 
 import logging
@@ -51,14 +51,14 @@ class Trainer:
         if training.max_steps and all_steps < training.max_steps:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
-        self.losses: list[tuple[Tensor, int]] = []  # of the steps that were not yet looked at
+        self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model).train()
         if config.checkpoint.initial_weights is not None:
             load_initial_weights(model, Path(config.checkpoint.initial_weights))
         call_on_epoch_begin(model, range(1))
         self.startup_seconds: float | None = None  # from the process's start to the end of its first step
-        self.num_epochs_begun = 1  # for which on_epoch_begin() of model.py was called in this process
+        self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
         self.average = WeightAverage(self.strategy, training.ema_decay) if training.ema_decay else None
@@ -66,13 +66,13 @@ class Trainer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done, or early stopping ended the run before."""
+        """Return True if all steps are done or early stopping has ended the run, and no evaluation is pending."""
         patience = self.config.training.early_stopping_epochs
         is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
         return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
-        """Train from where the run stands to its end; StopRun(128 + signal number) after a request to stop."""
+        """Resume the run and train it to its end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
             # A run that was killed just before its end has no summary.
@@ -89,9 +89,9 @@ class Trainer:
             raise StopRun(128 + stop.signal_number)
 
     def train(self, stop: StopRequest) -> None:
-        """Step by step to the end, or to a request to stop; log, save and evaluate where they are due."""
+        """Run steps until the run ends or is asked to stop. Log, save and evaluate when they are due."""
         memory = self.begin()
-        with suppress(Interrupted):  # in an evaluation, which is then pending
+        with suppress(Interrupted):  # raised in an evaluation, which stays pending
             if self.progress.is_evaluation_pending:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
@@ -108,7 +108,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find the micro-batch that fits, rehearse a step and an evaluation, and open the files that a run writes."""
+        """Find the micro-batch size that fits in memory, rehearse a step and an evaluation, and open the run files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -132,8 +132,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """One optimizer step, which does not wait for the device. Returns weighted sums of this rank's loss and, if
-        is_logged, training_metrics() (their means over ranks are the global batch's); and the norm before clipping.
+        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
+        is_logged, training_metrics() (their means over ranks are the global batch's), and the norm before clipping.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -152,7 +152,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """After a step: check, log and save where that is due."""
+        """Finish a step: check, log and save when they are due, and note whether an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)
@@ -173,7 +173,7 @@ class Trainer:
             self.save()  # before the evaluation, which the next start repeats if it fails
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Write the step's figures: of all steps, only these wait for the device."""
+        """Log the step's figures. Reading them waits for the device, so it is done on logging steps only."""
         check_finite(self.losses, self.context)
         progress = self.progress
         values = all_reduce(torch.stack([*sums.values()])) / self.context.world_size
@@ -186,7 +186,7 @@ class Trainer:
         self.tracking.record(record, is_epoch_end=progress.is_epoch_end)
 
     def evaluate(self, stop: StopRequest) -> None:
-        """Evaluate on the validation split, and keep the checkpoint if it is the best so far."""
+        """Evaluate the validation split, and save best.pt if the result is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
             check_finite(self.losses, self.context)
@@ -207,18 +207,18 @@ class Trainer:
             self.losses.append((norm.to(self.context.device), self.progress.step))
             check_finite(self.losses, self.context)
             state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.place)
-            beat()  # the disk has the whole of launch.timeout_minutes
+            beat()  # writing may take up to launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
             beat()
 
     def resume(self) -> None:
-        """Load the run's last checkpoint, a file's, or none. Epochs so far begin first: they may thaw parts."""
+        """Load the last checkpoint or another run's, if any. Before, call on_epoch_begin(): it may unfreeze weights."""
         state = read_on_main(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             places = [of_rank.get("place") for of_rank in state["random_states"]]
-            self.loader.place = places[self.context.rank % len(places)]  # of other ranks too: StreamLoader refuses them
+            self.loader.place = places[self.context.rank % len(places)]  # StreamLoader refuses another number of ranks
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
@@ -228,7 +228,7 @@ class Trainer:
                     logger.info("training.%s was %s, is %s: the schedule has the new length", key, former, now)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() once for each epoch up to this one. True if that changed which parameters train."""
+        """Call on_epoch_begin() once for each epoch up to this one. Return True if a requires_grad changed."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
@@ -237,7 +237,7 @@ class Trainer:
         return is_changed
 
     def finish(self) -> None:
-        """Save the last step; end the loader's workers and the tracker; write summary and weights."""
+        """Save the last step, end the loader's workers and the tracker, and write summary.json and the best weights."""
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
             self.save()

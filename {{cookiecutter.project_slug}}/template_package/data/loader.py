@@ -1,5 +1,5 @@
-"""Decides who gets which samples (the epoch's order, its global batches, each rank's share, its micro-batches), and
-reads them, in the rank or in worker processes.
+"""Decides which rank gets which samples (the epoch's order, its global batches, each rank's share, its micro-batches),
+and reads them, in the rank or in worker processes.
 
 All of it is arithmetic on (seed, epoch, position), so a run resumes in the middle of an epoch, on any number of ranks,
 without replaying anything.
@@ -50,32 +50,30 @@ _takes_module = sum(parameter.default is parameter.empty for parameter in _param
 
 @dataclass(slots=True)
 class Request:
-    """The samples of one micro-batch, and its `weight` in the step's loss. `num_samples` of them count: 0 or all.
-
-    Not a tuple: torch's pinning would look at each index in search of tensors.
-    """
+    """Names the samples of one micro-batch. Not a tuple: torch's pinning would search every index for tensors."""
 
     epoch: int
     indices: list[int]
     draws: list[int]  # what each sample's random seed derives from, as epoch_order() returns it
-    num_samples: int
-    weight: float
+    # In a stream there are no indices: num_samples is how many items to read and, in the answer, how many were read.
+    num_samples: int  # how many samples count: all of them, or 0 if the batch only keeps this rank in step with others
+    weight: float  # in training: the part of the global batch, times world_size; in evaluation: num_samples
     is_last: bool
-    place: Any = None  # in a stream: where to go on, or, in the answer, what comes next
+    place: Any = None  # in a stream: where to begin reading; in the answer, where it ended
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass, and the request they answer."""
+    """The samples of one forward pass, and the request that named them."""
 
     batch: Any
     request: Request
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """(num_samples,) int64: the shuffled indices of one epoch, the same on every rank.
+    """Return the shuffled indices of one epoch, the same on every rank: (num_samples,) int64.
 
-    weights: draw the samples in proportion to them, with replacement. Then position * num_samples is added to each
-    index, so that the random augmentation of a sample differs each time that it is drawn.
+    weights: draw the samples in proportion to them, with replacement. Then add position * num_samples to each index,
+    so that the random augmentation of a sample differs each time that it is drawn.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -85,7 +83,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
 
 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
-    """The indices at these positions of a shuffled range(num_samples): (n,) int64, each computed by itself.
+    """Return the indices at these positions of a shuffled range(num_samples), (n,) int64, without shuffling it all.
 
     Six rounds of a Feistel network permute the numbers below a power of 4. A result that is no index goes through
     again until it is one (cycle walking): three times on average at most.
@@ -103,7 +101,7 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
 
 
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
-    """`order` with samples of like length in each global batch of `size`, so that little is padded.
+    """Reorder `order` so that each global batch of `size` has samples of similar length and needs little padding.
 
     Every WINDOW batches of the order are sorted by length and cut anew, then the epoch's batches are shuffled. A
     shorter last batch stays at the end, unsorted.
@@ -118,7 +116,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """The data set's attribute of that name: one number a sample, as float64; or None."""
+    """Return the data set's attribute of that name as float64, one number per sample, or None if it has none."""
     if getattr(dataset, name, None) is None:
         return None
     numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
@@ -128,13 +126,13 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """True for a data set without a length or an index. An IterableDataset inherits Dataset's index, which raises."""
+    """Return True if the data set lacks __len__ or __getitem__. IterableDataset inherits one that only raises."""
     kind: Any = type(dataset)
     return not hasattr(kind, "__len__") or getattr(kind, "__getitem__", None) in (None, Dataset.__getitem__)
 
 
 def check_dataset(dataset: Any, name: str) -> int:
-    """The number of samples, the same on every rank; ConfigError for what cannot be shared out. All ranks call it."""
+    """Count the samples. Raise ConfigError if the count is 0, unknown or different on a rank. All ranks call it."""
     if is_stream(dataset):
         rule = "a stream can be trained on, not evaluated. Return a list of its first items, say"
         raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
@@ -148,9 +146,9 @@ def check_dataset(dataset: Any, name: str) -> int:
 
 
 class TrainLoader:
-    """This rank's micro-batches, step by step, from any position on and without end."""
+    """Reads this rank's micro-batches, step by step, from any position on and without end."""
 
-    place: Any = None  # besides epoch and position, what a rank's checkpoint must hold of its reading
+    place: Any = None  # what a stream's checkpoint must hold besides epoch and position
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,
@@ -159,7 +157,7 @@ class TrainLoader:
         self._reader = BatchReader(dataset, config, context, seed, "training")
         self.num_samples, self.global_batch_size = self._reader.num_samples, global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
-        share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest
+        share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest share of a rank
         self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
         self._context, self._seed = context, seed
         self._lengths, self._weights = numbers_of(dataset, "sample_lengths"), numbers_of(dataset, "sample_weights")
@@ -168,14 +166,15 @@ class TrainLoader:
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
         batches = self._global_batches(epoch, position)
-        # 32 steps at a time: one by one, in caches that a step has filled, each would take several times as long.
+        # iter() calls the function until it returns [], which never comes. Each call makes the requests of 32 steps:
+        # one by one, in CPU caches that a training step has filled, they would take several times as long.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
-        """The micro-batches of this rank's share of the next global batch, each with its weight in the loss.
+        """Yield the micro-batches of this rank's share of the next global batch, each with its weight in the loss.
 
-        A weight is the micro-batch's part of the global batch, times world_size: averaged over ranks, they sum to 1.
+        A weight is the micro-batch's part of the global batch, times world_size. Averaged over ranks, weights sum to 1.
         With loss_weight in model.py all micro-batches of the step are read before the first one runs.
         """
         if _loss_weight is None:
@@ -185,11 +184,11 @@ class TrainLoader:
         held = list(self._next_batches())
         weights = torch.stack([loss_weight_of(micro_batch, module, self._context) for micro_batch in held])
         total = all_reduce(weights.sum())
-        scale = torch.where(total == 0, 0.0, self._context.world_size / total)  # a batch may count nothing at all
+        scale = torch.where(total == 0, 0.0, self._context.world_size / total)  # all weights of a batch may be 0
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """One micro-batch of this rank's step there, the largest (or by `choose`), to rehearse; steps read it again."""
+        """Read a micro-batch of this rank's step there (the largest, or by `choose`), to rehearse. Steps reread it."""
         next_batch = next(self._global_batches(epoch, position))
         chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
@@ -208,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Each global batch from there on: its epoch, and its part of the epoch's order."""
+        """Yield each global batch from that position on: its epoch, and its part of the epoch's order."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._lengths is self._weights is None and num_samples >= LONG
         while True:
@@ -223,7 +222,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """This rank's micro-batches of a global batch. Shares differ in size by at most one, and so do pieces."""
+        """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # The same number of pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A
         # rank without samples for a piece runs one with weight 0.
@@ -241,9 +240,9 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 
-    They are seeded from (seed, epoch, index) before each item, and before collate from the first index, but only those
-    that the data set draws from: at the first draw the micro-batch is read again, seeded. A data set whose
-    `__getitems__` returns a whole batch is asked once for it.
+    It seeds the generators from (seed, epoch, index) before each item, and from the first index before collate. It
+    seeds only the generators that the data set has used: after the first use of one it reads the micro-batch again,
+    seeded. If the data set has `__getitems__`, one call reads the whole batch.
     """
 
     max_workers = 8
@@ -262,7 +261,7 @@ class Fetcher(Dataset[MicroBatch]):
         try:
             self.set_epoch(request.epoch)
             return MicroBatch(self._read(request), request)
-        except (StopIteration, SystemExit) as error:  # an iterator over the batches would end, as if they were all
+        except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
         except Exception as error:
             error.add_note(f"while reading the samples {request.indices} of {type(self._dataset).__name__}")
@@ -274,7 +273,7 @@ class Fetcher(Dataset[MicroBatch]):
         self._epoch = epoch
 
     def _read(self, request: Request) -> Any:
-        """The batch, read again if it is the first that draws from a generator which was not seeded."""
+        """Read the batch. Read it again if it is the first to draw from a generator that was not seeded."""
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
@@ -313,7 +312,7 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 class Requests:
-    """The requests that workers answer now: a DataLoader keeps its sampler, and its workers, for good."""
+    """A sampler whose requests can be replaced, since a DataLoader keeps its sampler and its workers for good."""
 
     now: Iterable[Request] = ()
 
@@ -350,7 +349,7 @@ class BatchReader:
             )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """The micro-batches in the order of the requests. What the iterator before has not read is dropped."""
+        """Read the micro-batches in the order of the requests. Drop those that an earlier iterator has not read."""
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
@@ -375,7 +374,7 @@ class Movable(Protocol):
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch with everything movable on `device`; tuples, lists, mappings and dataclasses keep their types."""
+    """Move everything movable in the batch to `device`. Keep the types of tuples, lists, mappings and dataclasses."""
 
     def move_one(value: Movable) -> Any:
         return value.to(device, non_blocking=device.type == "cuda") if isinstance(value, Tensor) else value.to(device)
@@ -385,7 +384,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """The weight of this micro-batch's mean loss: 0-dim; 0 for one that only keeps the ranks in step."""
+    """Return the weight of this micro-batch's mean loss, 0-dim. It is 0 if the batch only keeps the ranks in step."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -398,13 +397,13 @@ def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "num
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """A 63-bit seed that differs for every (seed, epoch, index): neighbours share no bits, as sums of them would."""
+    """Return a 63-bit seed that differs for every (seed, epoch, index): a hash, since sums of neighbours are alike."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """The states of the generators of this rank and its devices, in types that torch.load(weights_only=True) takes."""
+    """Return the random states of this rank and its devices, in types that torch.load(weights_only=True) takes."""
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),
@@ -415,7 +414,7 @@ def get_random_states(*devices: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
-    """Set the states that get_random_states() gave. CUDA states of other devices than these are left out."""
+    """Set the states that get_random_states() returned. Leave out CUDA states for which `devices` has no GPU."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     numpy.random.set_state((name, keys.numpy(), *rest))
@@ -434,13 +433,13 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def python_and_numpy() -> dict[str, Any]:
-    """The memory of both generators, which every draw changes: to ask them for their states is 20 times slower."""
+    """Read the memory of Python's and NumPy's generators, which every draw changes. get_state is 20 times slower."""
     return {"python": (_python_words.raw, _python.gauss_next), "numpy": (_numpy_words.raw, _numpy_kept.raw)}
 
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """Restore the CPU generators, and those of these devices, after the body has drawn from them or seeded them."""
+    """On leaving this context, restore the states that the generators of the CPU and of these devices had before it."""
     states = get_random_states(*devices)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Reads a training set without a length (a stream): each rank, and each of its workers, its own part of the items.
+"""Reads a training set without a length (a stream). Each rank, and each of its workers, reads its own part of it.
 
-For the rest of the package a stream is one epoch without end. Here it has passes: when all parts have ended, it begins
-anew. A checkpoint holds the place of each rank in its parts.
+For the rest of the package a stream is one epoch without end. Here it has passes: when all parts have ended, a new
+pass begins. A checkpoint holds the place of each rank in its parts.
 """
 
 import logging
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class StreamLoader(TrainLoader):
-    """This rank's micro-batches of a stream, step by step, in the same number on all ranks.
+    """Reads this rank's micro-batches of a stream, step by step, the same number on every rank.
 
-    When its parts have ended, a rank runs a batch with weight 0 until those of the other ranks have ended too.
+    A rank whose parts have ended runs a batch with weight 0 until the parts of the other ranks have ended too.
     """
 
-    _first: MicroBatch | None = None  # from the beginning, to rehearse and to run with weight 0
+    _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
 
     def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any) -> None:
         if (size := sizes["global_batch_size"]) % context.world_size:
@@ -41,11 +41,11 @@ class StreamLoader(TrainLoader):
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
-        """Let the next step begin at `place`."""
+        """Let the next step begin at `self.place`. The arguments are not used."""
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """A micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
+        """Read a micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
         self.place = self.place or beginning
@@ -59,14 +59,14 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """The place where this pass begins: of each part of this rank, one a worker, and whose turn it is."""
+        """Return the place where this pass begins: of each part of this rank (one per worker), and whose turn it is."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
     def _read(self, place: dict[str, Any]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from `place` to the end of the pass, each with the place after it."""
+        """Yield this rank's micro-batches from `place` to the end of the pass, each with the place after it."""
         parts = [*place["parts"]]
 
         def requests() -> Iterator[Request]:
@@ -107,7 +107,7 @@ class StreamLoader(TrainLoader):
 class PartFetcher(Fetcher):
     """Reads one part of a stream, in the rank or in a worker: as many items as each request asks for.
 
-    Random generators are seeded before each item, so that its augmentation depends on (seed, pass, item) alone.
+    It seeds the random generators before each item, so that augmentation depends on (seed, pass, item) alone.
     """
 
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
@@ -162,6 +162,6 @@ class PartFetcher(Fetcher):
 
 
 def _has(layer: Any, name: str) -> bool:
-    """Whether this attribute is true for a layer of a Hugging Face data set, or for a layer within it."""
+    """Return True if this attribute is true for a layer of a Hugging Face data set, or for a layer within it."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
     return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

@@ -1,4 +1,4 @@
-"""Strategies: how gradients and state are shared. One file each, chosen by `strategy:` in config.yaml."""
+"""Strategies share gradients and state among ranks. Each has a file, which `strategy:` in config.yaml chooses."""
 
 from importlib import import_module
 
@@ -12,7 +12,7 @@ __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
-    """The strategy that the config names; the plain one for `ddp` and `fsdp` if a single rank has nothing to share."""
+    """Build the strategy that the config names. On one rank, `ddp` and `fsdp` (not offloaded) are plain PyTorch."""
     is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)

@@ -1,4 +1,4 @@
-"""Plain PyTorch on one device, and the methods that other strategies override."""
+"""Trains with plain PyTorch on one device. Other strategies override the methods."""
 
 import gc
 from collections.abc import Callable
@@ -22,15 +22,15 @@ BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy:
-    """One device. model: the module that compute_loss calls (a subclass wraps it). module: the user's own module."""
+    """Trains on one device. model: the module that compute_loss calls (subclasses wrap it). module: the user's own."""
 
     model: nn.Module
     module: nn.Module
     evaluation_model: nn.Module  # called in evaluation, which shares no gradients: mostly `module` itself
     optimizer: Optimizer
-    has_collective_forward = False  # whether forward waits for the other ranks: all then need micro-batches of one size
-    needs_all_gradients = False  # whether every rank must have a gradient for each trained parameter
-    can_rebuild = True  # whether other parameters may be trained from an epoch on
+    has_collective_forward = False  # True: forward waits for the other ranks, so all need micro-batches of one size
+    needs_all_gradients = False  # True: every rank must have a gradient for each trained parameter
+    can_rebuild = True  # True: on_epoch_begin() may change which parameters are trained
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
@@ -42,7 +42,7 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Move the model to the device, wrap it, then build the optimizer on the result (None: for evaluation only)."""
+        """Move the model to the device, wrap it, then build the optimizer (None: no optimizer, to evaluate only)."""
         self.module = self.move(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class Strategy:
             self.optimizer = build_optimizer(self.module)
 
     def rebuild(self) -> None:
-        """Wrap the model and build the optimizer anew, after `requires_grad` has changed; its state stays."""
+        """Wrap the model and build the optimizer anew after `requires_grad` has changed. Keep the optimizer's state."""
         if not self.can_rebuild:
             problem = "it changed requires_grad after the first step, which this strategy cannot follow"
             raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
@@ -71,7 +71,7 @@ class Strategy:
         self.optimizer.state.update({key: value for key, value in former.items() if key in trained})
 
     def move(self, model: nn.Module) -> nn.Module:
-        """The model on the device, before it is compiled and wrapped."""
+        """Move the model to the device, before it is compiled and wrapped."""
         return model.to(self.context.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -84,15 +84,15 @@ class Strategy:
         return torch.autocast(self.context.device.type, dtype)
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Around one forward and backward: only the last micro-batch of a step need share gradients."""
+        """Return a context for one forward and backward. Only a step's last micro-batch needs to share gradients."""
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
+        """Add the gradients of loss * weight. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step, drop the gradients, and return their global norm before clipping (None if they are not clipped)."""
+        """Step the optimizer and drop the gradients. Return their global norm before clipping, None if not clipped."""
         self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
@@ -102,11 +102,11 @@ class Strategy:
         return norm
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients to `max_norm` and return their global norm before, on the device."""
+        """Clip the gradients to the global norm `max_norm`. Return their norm before clipping, on the device."""
         return clip_grad_norm_(self._parameters, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and scaler on the CPU, by the user's own names; all ranks call it, rank 0's is whole."""
+        """Return the state of model, optimizer and scaler on the CPU. All ranks must call it; rank 0's is whole."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).
@@ -114,7 +114,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of state_dict(), saved under any strategy. Rank 0 has it; the others have meta tensors in it."""
+        """Load a state that any strategy's state_dict() returned. Rank 0 holds tensors, the others meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
@@ -122,21 +122,21 @@ class Strategy:
             self.scaler.load_state_dict(state["scaler"])
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of each whole tensor in the model's state dict."""
+        """Return the shape of each whole (unsharded) tensor in the model's state dict."""
         return {name: tensor.shape for name, tensor in self.module.state_dict().items()}
 
     def get_weights(self) -> dict[str, Tensor]:
-        """The model's state dict on the CPU; all ranks call it, rank 0's is whole."""
+        """Return the model's state dict on the CPU. All ranks must call it; only rank 0's is whole."""
         return cast(dict[str, Tensor], get_model_state_dict(self.module, options=WHOLE))
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load a state dict of get_weights() on all ranks; rank 0 holds it whole."""
+        """Load a state dict that get_weights() returned. All ranks must call it; rank 0 holds the tensors."""
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(receive(weights[name], self.context, tensor))
 
     def local_weights(self) -> list[Tensor]:
-        """The parameters that this rank holds: all of them whole, or its parts."""
+        """Return the parameters that this rank holds: whole ones, or its part of each."""
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -144,16 +144,16 @@ class Strategy:
         return nullcontext()
 
     def drop_gathered(self) -> None:
-        """Drop whole copies of weights that the last forward pass has left: the weights are about to change."""
+        """Drop whole copies of weights that the last forward pass has left, since the weights are about to change."""
 
     def synchronize_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, before evaluating and saving: running statistics are each rank's own."""
+        """Copy rank 0's buffers to all ranks, for evaluating and saving: running statistics differ between ranks."""
         for buffer in self.module.buffers() if self.context.world_size > 1 else ():
-            dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed one
+            dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed tensor
             buffer.copy_(whole)
 
     def check_gradients(self) -> None:
-        """ConfigError after a backward that left parameters without a gradient, if the ranks share each one's."""
+        """Raise ConfigError if backward left a parameter without a gradient and the ranks wait for every gradient."""
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused and self.needs_all_gradients:
             remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."
@@ -161,16 +161,16 @@ class Strategy:
             raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}")
 
     def close(self) -> None:
-        """End the connections that the strategy has opened besides the process group. All ranks call it."""
+        """Close the connections that the strategy has opened besides the process group. All ranks must call it."""
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """`loss * weight`; where the weight is the number 1, `loss` itself, which saves a kernel."""
+    """Return `loss * weight`, or `loss` itself if the weight is the number 1, which saves a kernel."""
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
 
 class ShowsModule(nn.Module):
-    """A wrapper of the user's module, whose attributes and methods can be read as if there were no wrapper."""
+    """Wraps the user's module. Attributes and methods of the module can be read as if there were no wrapper."""
 
     def __getattr__(self, name: str) -> Any:
         try:

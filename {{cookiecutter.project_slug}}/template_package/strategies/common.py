@@ -1,4 +1,4 @@
-"""Functions for all strategies: precision, activation checkpointing, and handing out rank 0's state."""
+"""Functions for all strategies: precision, activation checkpointing, and sending rank 0's state to all ranks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,11 +19,11 @@ from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # of a group: `optimizer:` sets them
+NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # keys of a group that `optimizer:` sets
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
-    """The config with `auto` resolved: bf16 if all ranks have GPUs from Ampere on, fp16 for older ones, else fp32."""
+    """Return the config with `auto` resolved: bf16 if all ranks have GPUs from Ampere on, fp16 for older, else fp32."""
     if config.training.precision != "auto":
         return config
     generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
@@ -33,7 +33,7 @@ def settle_precision(config: Config, context: RankContext) -> Config:
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost ModuleLists, ModuleDicts and Sequentials."""
+    """Yield the entries of the outermost ModuleLists, ModuleDicts and Sequentials."""
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             yield child
@@ -42,9 +42,9 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block keep only its inputs, and run again in backward (Chen et al. 2016, arXiv:1604.06174).
+    """Let each block keep only its inputs, and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174).
 
-    BatchNorm's running statistics then move twice a step. ConfigError if the model has no blocks.
+    BatchNorm's running statistics are then updated twice a step. Raise ConfigError if the model has no blocks.
     """
     found = list(blocks(model))
     if not found:
@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's state on every rank. torch's own function calls step(), and a user's step hooks would run."""
+    """Load rank 0's optimizer state on every rank. torch's own function calls step(), and so a user's step hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Rank 0's value, which the others know as meta, on the device; cut as `like` is, if that is a DTensor."""
+    """Return rank 0's tensor on the device (others pass a meta tensor). Shard it as `like` is, if that is a DTensor."""
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

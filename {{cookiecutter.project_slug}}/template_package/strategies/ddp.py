@@ -21,7 +21,7 @@ class DistributedDataParallelStrategy(Strategy):
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """The module in DDP, which copies rank 0's weights to all."""
+        """Wrap the module in DDP, which copies rank 0's weights to all ranks."""
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -30,25 +30,25 @@ class DistributedDataParallelStrategy(Strategy):
             gradient_as_bucket_view=True,  # no second copy of the gradients
             forward_sync_buffers=False,  # a broadcast per forward costs more than the step of a small model
         )
-        del model.dim  # of use with several devices a rank only; it would hide the module's own
+        del model.dim  # DDP needs it only with several devices a rank; it would hide the module's own
         if self._options.gradient_compression != "none":
             hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
             model.register_comm_hook(None, hooks[self._options.gradient_compression])
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """no_sync() on all but the last micro-batch, whose backward averages the sum."""
+        """Return no_sync() for all but the last micro-batch, whose backward averages the summed gradients."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step as on one device. torch raises an error if a parameter got no gradient: then not all are averaged."""
-        if isinstance(self.model, DistributedDataParallel):  # not if another library averages
+        """Step as on one device. Raise torch's error if a parameter got no gradient: DDP has averaged only some."""
+        if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)
 
 
 class Wrapper(ShowsModule, DistributedDataParallel):
-    """torch's DDP."""
+    """Wraps the user's module in torch's DDP."""
 
 
 STRATEGY = DistributedDataParallelStrategy

@@ -47,7 +47,7 @@ class FullyShardedStrategy(Strategy):
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module, of whose weights each rank now holds its part of rank 0's."""
+        """Shard the module: each rank then holds its part of rank 0's weights."""
         units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
         if not units:
             problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
@@ -60,14 +60,14 @@ class FullyShardedStrategy(Strategy):
             own = None if unit in norms else dtype
             policy = MixedPrecisionPolicy(own, own and torch.float32, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
-                if not isinstance(tensor, DTensor):  # of no inner unit
+                if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
                     tensor.data = tensor.data.to(self.context.device).contiguous()
                     dist.broadcast(tensor.data, src=0)
             self._root = fully_shard(unit, mesh=self._mesh, mp_policy=policy, **self._memory)
         return module
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip to the norm over all ranks' parts, and return it."""
+        """Clip the gradients by their norm over all ranks' parts. Return the norm before clipping."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
@@ -93,18 +93,18 @@ class FullyShardedStrategy(Strategy):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def check_gradients(self) -> None:
-        """From now on, a rank without a gradient sends zeros: the others would take its next one in its place."""
+        """Check as the base class does. Then let ranks send zeros for missing gradients, so that collectives match."""
         super().check_gradients()
         self._root.set_reduce_scatter_unused_params(True)
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Whether the unit holds a matrix, and has a forward pass around which it can be gathered."""
+    """Return True if the unit holds a matrix, and has a forward pass around which its weights can be gathered."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
-    """Whether the unit has parameters, and no other part of the module uses them."""
+    """Return True if the unit has parameters, and no other part of the module uses them."""
     own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 

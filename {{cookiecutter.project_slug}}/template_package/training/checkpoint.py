@@ -1,4 +1,4 @@
-"""Checkpoints: written whole, refused if damaged, and continued by the same name; and files of weights alone."""
+"""Writes checkpoints whole, refuses damaged ones, and finds the one to continue from. Also reads and writes weights."""
 
 import errno
 import logging
@@ -29,27 +29,27 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""The keys that make a run what it is; everything else may change from one start to the next."""
+"""Config keys that must keep their values when a run continues; all others may change from one start to the next."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """runs/<name>/checkpoints: step_00000120.pt …, of which the last `keep_last` stay, and best.pt, which stays."""
+    """Keeps the last `keep_last` checkpoints (step_00000120.pt …) and best.pt in runs/<name>/checkpoints."""
 
     def __init__(self, folder: Path, keep_last: int | None = None) -> None:
         self.folder, self.best, self._keep_last = folder, folder / "best.pt", keep_last
         self._is_verified = False
 
     def newest_first(self) -> list[Path]:
-        """The checkpoints that a run can continue from. best.pt comes last."""
+        """Return the checkpoints that a run can continue from, the latest step first and best.pt last."""
         if not os.path.lexists(self.folder):  # a link may lead to a disk that is away: then listdir raises
             return []
         names = sorted(os.listdir(self.folder), reverse=True)
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write one checkpoint, and drop those that are no longer among the last."""
+        """Write one checkpoint, and delete older ones beyond the last `keep_last`."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -59,13 +59,13 @@ class CheckpointFolder:
             load_checkpoint(path)
             self._is_verified = True
         if self._keep_last is not None and not is_best:
-            # Not those of later steps: they could not be read at the last start, and say nothing of what is old.
+            # Files of later steps do not count: the last start could not read them, and continued from an older one.
             former = [other for other in self.newest_first() if self.best != other and other.name <= path.name]
             for old in former[self._keep_last :]:
                 old.unlink(missing_ok=True)
 
     def load_first(self, paths: list[Path]) -> dict[str, Any]:
-        """The state in the first of these checkpoints that can be read."""
+        """Return the state in the first of these checkpoints that can be read. Raise ConfigError if none can."""
         for path in paths:
             try:
                 return load_checkpoint(path)
@@ -83,8 +83,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-    """The state in a checkpoint of ours, on the CPU. Nothing in the file is executed. ConfigError if it is damaged, or
-    not a checkpoint; OSError if the disk does not answer: an older one would be taken for the newest.
+    """Return the state in a checkpoint, on the CPU, without executing code from the file. Raise ConfigError if the file
+    is damaged or no checkpoint. Raise OSError if the disk fails: an older one would be taken for the newest otherwise.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_on_main(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The state that `read` returns on rank 0; on the others, which may share no disk, with meta tensors as weights."""
+    """Call `read` on rank 0 and return the state. Other ranks, which may share no disk, get meta tensors as weights."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -114,9 +114,9 @@ def read_on_main(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, attempt: int) -> dict[str, Any]:
-    """The state to continue from, empty for a new run."""
+    """Return the state to continue from, or an empty dict for a new run."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
-    if wanted == "never" and attempt > 0:  # it was about files from before the first start
+    if wanted == "never" and attempt > 0:  # `never` is about files from before the first start
         wanted = "auto"
     if paths:
         state = checkpoints.load_first(paths)
@@ -138,9 +138,9 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
 def check_same(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
-    """ConfigError if two plain configs differ in one of the (dotted) keys or below it.
+    """Raise ConfigError if two configs (as plain dicts) differ in one of these dotted keys or below it.
 
-    A key that only one of them knows counts as its default: a field that model.py has gained or lost since.
+    A field that model.py has gained since counts as stored with its default. A field that it has lost is only logged.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
@@ -155,16 +155,16 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load weights, optimizer, counts and random states; ConfigError if they are another model's, or of other data."""
+    """Load weights, optimizer, counts and random states. Raise ConfigError if they are of another model or data set."""
     context = strategy.context
     if state:
-        former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files do not tell
+        former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
         if former != progress.num_samples:
             words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
-        if average is not None:  # with training.ema_decay set since, it begins with the weights
+        if average is not None:  # if ema_decay was set since, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
         progress.load_state_dict(state)
     # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
@@ -176,7 +176,7 @@ def load_run(
 def collect_state(
     strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None, place: Any
 ) -> dict[str, Any] | None:
-    """The content of a checkpoint on rank 0, None on the others. All ranks call it."""
+    """Return the content of a checkpoint on rank 0, None on the others. All ranks must call it."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
@@ -185,9 +185,9 @@ def collect_state(
 
 
 def load_initial_weights(model: nn.Module, path: Path) -> None:
-    """Copy anyone's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
+    """Copy a file's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
 
-    ConfigError lists names that are missing, unexpected or of another shape.
+    The weights may come from any program. Raise a ConfigError that lists missing, unexpected or misshapen ones.
     """
     source = f"checkpoint.initial_weights={path}"
     try:
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write weights as safetensors under their plain names; a tensor that `module` has under two names once."""
+    """Write weights as safetensors under their plain names. Write a tensor that `module` has under two names once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

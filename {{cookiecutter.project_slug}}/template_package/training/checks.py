@@ -1,4 +1,4 @@
-"""Checks of a run: one pass before its first step, memory, finite losses, and equal replicas of the model."""
+"""Checks a run: one pass before its first step, enough memory, finite losses, and equal replicas of the model."""
 
 import logging
 import sys
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Run forward and backward with the loss times 0, and drop the gradients; is_trial: on this rank alone.
+    """Run forward and backward with the loss times 0, then drop the gradients. is_trial: run on this rank alone.
 
-    ConfigError if compute_loss does not call its model exactly once, or leaves out a needed gradient. DDP reorders
-    its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
+    Raise ConfigError if compute_loss does not call its model exactly once, or if a needed gradient is missing. DDP
+    reorders its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -58,7 +58,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
-    """ConfigError if the model fails on a single sample, where an epoch's last batch leaves a rank no more."""
+    """Raise ConfigError if an epoch's last batch leaves a rank with a single sample and the model fails on that."""
     num_left = loader.num_samples % loader.global_batch_size
     if num_left == 0 or num_left // context.world_size > 1:
         return
@@ -72,7 +72,7 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
 
 
 class MemoryLimit:
-    """This rank's largest micro-batch: runs/<name>/micro_batch_size_rank_<r>.txt, once memory has run out."""
+    """Lowers this rank's micro-batch size if memory runs out; keeps it in runs/<name>/micro_batch_size_rank_<r>.txt."""
 
     def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
@@ -83,7 +83,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """For `auto`: halve the loader's size until forward and backward fit. All ranks take the smallest size."""
+        """Halve the micro-batch size, if it is `auto`, until a step fits in memory. All ranks use the smallest."""
         # Where forward passes hold collectives, a trial on one rank would wait for ever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
@@ -99,7 +99,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in the body, write half the size down and end this start; the launcher starts again."""
+        """Inside this context, if memory runs out, store half the micro-batch size and exit with 75 to restart."""
         try:
             yield
         except RuntimeError as error:
@@ -120,7 +120,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """FailureError, on all ranks, if one of these losses, each with its step, is not finite. Empties the list."""
+    """Raise FailureError on all ranks if one of these losses, each with its step, is not finite. Empty the list."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more
@@ -134,7 +134,7 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
 
 
 def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
-    """RuntimeError, on every rank, that names the first weight which is not the same to the bit on all of them."""
+    """Raise RuntimeError on every rank if weights differ between ranks in any bit. Name the first such weight."""
     # Not the parts that FSDP (DTensors) and ZeRO leave on each rank (weights without elements).
     weights = {name: p for name, p in module.named_parameters() if p.numel() and not isinstance(p, DTensor)}
     if context.world_size == 1 or not weights:
@@ -149,6 +149,6 @@ def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64 scalar: the XOR of all elements plus the sum of all bytes. By XOR alone, all ones would equal all zeros."""
+    """Return XOR of all elements plus sum of all bytes, an int64 scalar. With XOR alone, all ones equal all zeros."""
     content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
     return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

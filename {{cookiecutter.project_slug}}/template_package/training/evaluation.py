@@ -1,4 +1,4 @@
-"""Loss and metrics of a data set: every sample once over all ranks, sums and counts reduced, never means of means."""
+"""Evaluates a data set, each sample once over all ranks. Ranks add up sums and counts, never means of means."""
 
 import logging
 import math
@@ -55,17 +55,17 @@ class Evaluator:
     def run(
         self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, log: Any = None, num_parts: int = 0
     ) -> dict[str, float]:
-        """{"loss": mean over all samples, <metric>: value}, the same on every rank; all ranks call it.
+        """Return {"loss": mean over all samples, <metric>: value}, the same on every rank. All ranks must call it.
 
-        may_go_on: asked before each micro-batch; Interrupted if it says no, on all ranks alike. log: for
-        on_evaluation_end(). num_parts: rehearse on the first micro-batch, cut in so many parts; 2 gives the loss alone.
+        may_go_on() is called before each micro-batch. If it returns False, on all ranks alike, raise Interrupted.
+        log is for on_evaluation_end(). num_parts: read only the first micro-batch, in so many parts; 2: no metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
         strategy.evaluation_model.eval()
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
-        sums: dict[str, Tensor] = {}  # of figure x weight, and of the weights
+        sums: dict[str, Tensor] = {}  # by name: figure x weight; under "": the weights
         for micro_batch in self._loader.read(self.micro_batch_size, num_parts):
             batch, request = micro_batch
             beat()
@@ -94,11 +94,11 @@ class Evaluator:
         return dict(zip([*sums][1:], means, strict=True)) | numbers
 
     def rehearse(self, strategy: Strategy) -> None:
-        """Evaluate one micro-batch. ConfigError if evaluation.metric is not among the names that come of it."""
+        """Evaluate one micro-batch. Raise ConfigError if evaluation.metric is unknown or has the wrong mode."""
         metric, mode = self._config.metric, self._config.mode
         with generators_restored(*self._context.devices):
             halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
-        # As exact as 16 bits, TF32 and float32 are: a fresh model's samples have nearly equal losses, which hides much.
+        # The precision of 16 bits, fp32 and TF32. A fresh model's samples have nearly equal losses, which hides much.
         tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
             words = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
@@ -116,7 +116,7 @@ class Evaluator:
             raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={better}.")
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
-        """Write the confusion matrix, if there is one, and return the path of its file. Rank 0 writes."""
+        """Write the confusion matrix on rank 0 and return the path of its file, or None if nothing was written."""
         if CONFUSION_MATRIX not in self._values or not self._context.is_main:
             return None
         path = directory / "reports" / f"{self._split}_{checkpoint}.json"
@@ -127,10 +127,10 @@ class Evaluator:
         return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
-        """Numbers by name, or nested lists of them, the same on every rank. The metrics begin anew.
+        """Return the metrics by name (numbers or nested lists), the same on every rank, and reset them.
 
         Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
-        entry: ranks with other numbers of entries wait for each other or crash, and one without samples computes nan.
+        entry: ranks with different numbers of them wait for each other or crash, and one without samples computes nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
@@ -148,7 +148,7 @@ class Evaluator:
 
 
 class EvaluationLoader:
-    """Each sample of a data set once, over all ranks; all run the same number of micro-batches, as in TrainLoader."""
+    """Reads each sample once, over all ranks. All run the same number of micro-batches, as with TrainLoader."""
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
@@ -156,7 +156,7 @@ class EvaluationLoader:
         self._reader = BatchReader(dataset, config, context, 0, name)
         num_all = self._reader.num_samples
         self.num_samples = min(num_all, limit or num_all)
-        # Evenly drawn if not all are wanted: the first ones may be of one class.
+        # With a limit, take samples at even distances: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
         self._share = order.tensor_split(context.world_size)[context.rank]
         if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
@@ -164,7 +164,7 @@ class EvaluationLoader:
         self._largest_share = -(-self.num_samples // context.world_size)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, of at most so many samples; num_parts: only the first, cut in so many parts."""
+        """Read this rank's micro-batches of at most so many samples. num_parts: only the first, in so many parts."""
         requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]

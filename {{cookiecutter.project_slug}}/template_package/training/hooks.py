@@ -1,4 +1,4 @@
-"""The optional functions of model.py that the trainer calls between steps, and a look for misspelt ones."""
+"""Calls the optional functions of model.py for the trainer, and warns of misspelt ones."""
 
 import logging
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ FUNCTIONS = """build_model compute_loss build_metrics update_metrics build_optim
     build_datasets collate read_inputs sample_lengths sample_weights label_names""".split()
 RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
 logger = logging.getLogger(__name__)
-_names: set[str] = set()  # of training_metrics(), as its first call has returned them
+_names: set[str] = set()  # the names that the first call of training_metrics() returned
 
 
 def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """{"loss": loss} and the means that training_metrics() of model.py returns, 0-dim, without a graph."""
+    """Return {"loss": loss} and the means that training_metrics() of model.py returns, 0-dim, without a graph."""
     figures = {"loss": loss.detach()}
     if (training_metrics := getattr(user_model, "training_metrics", None)) is not None:
         with torch.no_grad():
@@ -39,7 +39,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
-    """Call on_epoch_begin(model, epoch) of model.py for each of these epochs; whether it changed what is trained."""
+    """Call on_epoch_begin(model, epoch) of model.py for each epoch. Return True if a requires_grad changed."""
     on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
     former = [parameter.requires_grad for parameter in model.parameters()]
     for epoch in epochs:
@@ -49,7 +49,7 @@ def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
 
 @torch.no_grad()
 def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
-    """Call after_step(model, step, log) of model.py. What it draws at random does not shift the run."""
+    """Call after_step(model, step, log) of model.py. Then restore the random generators that it may have used."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
         with generators_restored(*strategy.context.devices), strategy.autocast():
             after_step(strategy.evaluation_model, step, tracking.log(step))
@@ -57,7 +57,7 @@ def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
 
 @torch.no_grad()
 def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
-    """Call on_evaluation_end(model, log) of model.py. An error there is a warning."""
+    """Call on_evaluation_end(model, log) of model.py. If it fails, log a warning and go on."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
         with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:
@@ -67,7 +67,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Log misspelt names of FUNCTIONS, and other tools' words for them."""
+    """Warn of names that look like misspelt FUNCTIONS, or like the names that other tools give them."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

@@ -1,4 +1,4 @@
-"""The optimizer, which strategies step, and an average of the weights over the steps."""
+"""Builds the optimizer, and averages the weights over the steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ from ..strategies.base import Strategy
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer from model.py's build_optimizer, if it has one, else from the one below."""
+    """Build the optimizer with build_optimizer() of model.py, or with the one below if model.py has none."""
     built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
     return Optimizers(built) if isinstance(built, list | tuple) else built
 
 
 class Optimizers(Optimizer):
-    """Several optimizers that step together, as one with the groups of all. They share one state."""
+    """Steps several optimizers as one, which has the parameter groups of all. They share one state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.
@@ -36,7 +36,7 @@ class Optimizers(Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """AdamW, Adam or SGD over the parameters that are trained, with weight decay on matrices and kernels alone.
+    """Build AdamW, Adam or SGD for the parameters that are trained, with weight decay on matrices and kernels only.
 
     Biases and norms (fewer than two dimensions) form a group without decay: pulling them to 0 regularizes nothing.
     Adam's decay is an L2 penalty, AdamW's is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101).
@@ -57,9 +57,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 class WeightAverage:
-    """The exponential moving average that torch.optim.swa_utils defines, used by evaluation and export.
+    """Averages the weights over the steps, for evaluation and export (EMA, as torch.optim.swa_utils defines it).
 
-    A rank averages the parts that it holds. Buffers, such as BatchNorm's statistics, are the model's own.
+    Each rank averages the parts of the weights that it holds. Buffers, such as BatchNorm's, are not averaged.
     """
 
     def __init__(self, strategy: Strategy, decay: float) -> None:
@@ -83,7 +83,7 @@ class WeightAverage:
             self._swap()
 
     def get_weights(self) -> dict[str, Tensor]:
-        """The state dict of the averaged model on the CPU; all ranks call it, rank 0's is whole."""
+        """Return the averaged model's state dict on the CPU. All ranks must call it; only rank 0's is whole."""
         with self.swapped_in():  # on the CPU the state dict shares memory with the model
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 

@@ -1,4 +1,4 @@
-"""Counts and times of a run: steps, epochs, the best evaluation, and the seconds spent in steps."""
+"""Counts the steps and epochs of a run, keeps its best evaluation, and measures the seconds spent in steps."""
 
 import math
 import sys
@@ -13,9 +13,9 @@ from ..config import CheckpointConfig, EvaluationConfig
 
 @dataclass
 class Progress:
-    """Counts of one run; everything that comes next follows from them and the seed."""
+    """Holds the counts of one run. They and the seed determine which samples and rates come next."""
 
-    num_samples: int  # of the training set
+    num_samples: int  # in the training set
     global_batch_size: int
     step: int = 0
     epoch: int = 0  # completed epochs
@@ -24,11 +24,11 @@ class Progress:
     best_epoch: int = 0
     epochs_without_improvement: int = 0  # as of the last evaluation: early stopping waits for the next one
     num_stale: int = 0  # evaluations since the best one, or since the last drop of the learning rate
-    num_drops: int = 0  # of the learning rate, where the metric has come to a plateau
+    num_drops: int = 0  # of the learning rate so far (schedule.name=plateau)
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
     def count_step(self) -> None:
-        """Count one global batch more: the last of an epoch may be shorter."""
+        """Count one more global batch. The last one of an epoch may be shorter."""
         self.step += 1
         self.position += self.global_batch_size
         if self.position >= self.num_samples:
@@ -40,22 +40,22 @@ class Progress:
 
     @property
     def current_epoch(self) -> int:
-        """The epoch of the last step, counted from 1."""
+        """Return the epoch of the last step, counted from 1."""
         return self.epoch if self.is_epoch_end else self.epoch + 1
 
     @property
     def num_samples_seen(self) -> int:
-        """Training samples seen since step 1, over all ranks."""
+        """Return the number of training samples seen since step 1, over all ranks."""
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Whether the section is due after the step just taken; with at_end also whenever one of its keys is set."""
+        """Return True if the section is due after this step. at_end: also if its every_epochs or every_steps is set."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Note the value of an evaluation; True if it is the best so far. patience: of schedule.name=plateau."""
+        """Record an evaluation's value. Return True if it is the best so far. patience: schedule.patience."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):
@@ -67,11 +67,11 @@ class Progress:
         return is_better
 
     def is_logged(self, every_steps: int) -> bool:
-        """Whether the step's figures are logged: every so many, and each epoch's last."""
+        """Return True if the step's figures are logged: every `every_steps` steps, and at each epoch's last."""
         return self.step % every_steps == 0 or self.is_epoch_end
 
     def describe(self) -> str:
-        """`260 steps, 13 epochs, best accuracy 0.9889 at step 100`"""
+        """Return, for example, `260 steps, 13 epochs, best accuracy 0.9889 at step 100`."""
         counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (self.epoch > 0)
         if self.best is None:
             return counts
@@ -87,7 +87,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Another run's checkpoint at the same place in the data, with the steps counted in this run's batches."""
+        """Return another run's state at the same place in the data, with its steps counted in this run's batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0
@@ -117,6 +117,6 @@ class StepClock:
         self._started_at = time.perf_counter() - paused_at  # a pause inside it counts once
 
     def samples_per_second(self, num_samples_seen: int) -> float:
-        """The speed since the call before."""
+        """Return the training speed since the previous call."""
         (former_samples, former_seconds), self._lap = self._lap, (num_samples_seen, self.seconds)
         return (num_samples_seen - former_samples) / max(self._lap[1] - former_seconds, 1e-9)

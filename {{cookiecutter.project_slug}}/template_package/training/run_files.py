@@ -1,4 +1,4 @@
-"""Files of a run other than logs, metrics and checkpoints: lock, config.yaml, environment.json, summary.json."""
+"""Writes the files of a run beside logs, metrics and checkpoints: config.yaml, environment.json, summary.json, lock."""
 
 import fcntl
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Let one process at a time train this run: ConfigError on every rank if another does. All ranks call it."""
+    """Lock this run for one process. Raise ConfigError on every rank if another holds it. All ranks must call it."""
     held: list[BinaryIO] = []  # the system releases the lock when rank 0's process dies
 
     def lock() -> None:
@@ -54,10 +54,10 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
-    """Log the devices. Rank 0 returns those of all ranks, the others an empty list. All ranks call it."""
+    """Log the devices. Return those of all ranks on rank 0, an empty list on the others. All ranks must call it."""
     own = [f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}" for d in context.devices]
     devices = [*chain(*(gather_objects(own) or []))]
-    for note in context.device_notes:  # of each node: not only rank 0's is of interest
+    for note in context.device_notes:  # each node logs its own notes
         logger.info("%s", note)
     if context.is_main:
         logger.info("%s: world_size %d, %s", directory, context.world_size, "; ".join(devices))
@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """Write config.yaml (resolved) and environment.json on rank 0; remove the summary of an earlier end."""
+    """Write config.yaml (resolved) and environment.json on rank 0. Delete the summary.json of an earlier end."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Write summary.json and the best weights, and return the summary. All ranks call it, rank 0 writes."""
+    """Write summary.json and the best weights on rank 0. Return the summary. All ranks must call it."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """A profiler that writes a trace of these steps (first, last) to profile/rank_<r>.json; None for none."""
+    """Start a profiler that traces these steps (first, last) to profile/rank_<r>.json. Return None if none are left."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step."""
+"""Computes the learning rate as a function of the step."""
 
 import math
 
@@ -9,9 +9,9 @@ from ..config import ScheduleConfig
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
-    """The rate of optimizer step `step`, counted from 1: a resumed run needs no scheduler's state.
+    """Return the rate of optimizer step `step`, counted from 1. A resumed run therefore needs no scheduler state.
 
-    learning_rate(step, total_steps) of model.py takes the place of `schedule:`: its value times `peak`.
+    If model.py has learning_rate(step, total_steps), the rate is its value times `peak`, and `schedule:` is ignored.
     Linear warm-up reaches `peak` at step `warmup_steps`. The decay begins at the next step, which still has the peak,
     and would reach the floor one step after the last, as torch's schedulers do.
     """
@@ -41,12 +41,12 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
 
 def _cosine(start: float, end: float, progress: float) -> float:
-    """From `start` at progress 0 to `end` at 1, as half a cosine."""
+    """Interpolate along half a cosine, from `start` at progress 0 to `end` at progress 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set every group's rate: `value`, times the ratio of the group's own initial rate to `peak` (the config's)."""
+    """Set every group's rate to `value`, times its own initial rate divided by `peak`, the config's initial rate."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

@@ -1,11 +1,11 @@
-"""Ends a run in order: all ranks stop after the same step when one is asked to, and a run that hangs is ended.
+"""Stops all ranks after the same step when one of them is asked to stop, and ends a run that hangs.
 
 After SIGTERM to `python run.py` with several ranks:
-1. The launcher (launching/processes.py) writes STOP to the store. Before a rank is READY to train it kills all instead.
+1. The launching process (launching/processes.py) writes STOP to the store; if no rank is READY yet, it kills them all.
 2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
-3. Each rank writes how many of these it has BEGUN. All go on to the largest number, since a step needs every rank.
-4. allows() then says no on all ranks: the trainer saves, and they end with 143, as does the launcher.
-A signal to one rank makes that rank write STOP. As long as there is no request, a step only compares two integers.
+3. Each rank writes how many steps and batches it has BEGUN. All go on to the largest number: a step needs every rank.
+4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
+A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
 """
 
 import faulthandler
@@ -32,24 +32,24 @@ _num_beats = 0
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """The run stops in the middle of an evaluation; the next start repeats it."""
+    """Ends an evaluation in the middle when the run is asked to stop. The next start repeats the evaluation."""
 
 
 def beat() -> None:
-    """Note that this rank makes progress: a step, an evaluation batch, a save."""
+    """Record that this rank makes progress: a step, an evaluation batch, a save."""
     global _num_beats  # noqa: PLW0603 - one process is one rank
     _num_beats += 1
 
 
 class StopRequest:
-    """Ask `allows()` before each step and each batch of an evaluation; `signal_number` tells why it said no."""
+    """Stops a run by signal. Call `allows()` before each step and evaluation batch. signal_number tells the signal."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        # A connection of its own: a thread that waits for an answer would hold up the other.
+        # The thread has its own connection: on a shared one, a thread that waits would hold up the other.
         self._store = context.store.clone()
         # Ranks that processes.py starts ignore Ctrl-C and a lost terminal, which reach the whole group.
         self._handlers = stop_signals_call(self._receive)
@@ -69,9 +69,9 @@ class StopRequest:
             raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
-        """False when the run must end before what comes now; the same answer on every rank at the same call."""
+        """Return False if the run must end before this step or batch. Each call returns the same on every rank."""
         beat()
-        if self._context.world_size == 1:  # nobody to agree with
+        if self._context.world_size == 1:  # a single rank decides alone
             self.signal_number = self._received
             return self._received is None
         self._begun += 1
@@ -104,7 +104,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """End all ranks if this one makes no progress in the body for launch.timeout_minutes; the logs get all stacks."""
+    """Inside this context, end all ranks if this one hangs for launch.timeout_minutes. Write all stacks to the logs."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()
