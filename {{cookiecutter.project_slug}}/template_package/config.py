@@ -1,7 +1,7 @@
-"""Holds the keys of config.yaml as dataclasses: each with its type, its rule and a line of explanation.
+"""Declares the keys of config.yaml as dataclasses: each key with its type, its rule and a line of explanation.
 
-pydantic checks types and rules; `data` and `model` are the user's own dataclasses and check themselves: by a
-`__post_init__` that raises ValueError. config_file.py reads the text.
+pydantic checks types and rules. The sections `data` and `model` are the user's own dataclasses and check themselves:
+their `__post_init__` raises ValueError. config_file.py reads the file.
 """
 
 import re
@@ -22,9 +22,9 @@ from .model import ModelConfig
 
 
 def parse_device_ids(value: object) -> str | list[int | str]:
-    """`auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"], ["mps"].
+    """Return `auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"], ["mps"].
 
-    value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … Whether a GPU exists is not asked here.
+    value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … devices.py checks whether a GPU exists.
     """
     entries = value if isinstance(value, list) else str(value).split(",")
     text = ",".join(str(entry).strip() for entry in entries)
@@ -62,9 +62,9 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
-    share_gpus: bool = False  # whether auto takes GPUs where others compute
-    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # for GPUs that others use
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # without progress, then the run ends
+    share_gpus: bool = False  # true: auto also takes GPUs where others compute
+    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # how long to wait for GPUs that others use
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # the run ends after so long without progress
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
@@ -72,7 +72,7 @@ class LaunchConfig:
 class DdpConfig:
     find_unused_parameters: bool = False  # needed if some parameters get no gradient in some steps
     static_graph: bool = False  # all steps use the same parameters in the same order
-    gradient_compression: Literal["none", "fp16", "bf16"] = "none"  # of what ranks exchange; not exact
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"  # of exchanged gradients; not exact
 
 
 @dataclass
@@ -100,9 +100,9 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "step", "plateau", "one_cycle"] = "cosine"
     warmup_steps: Count | BelowOne = 0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
     min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
-    milestones: list[BelowOne] = field(default_factory=lambda: [0.5, 0.75])  # of step: fractions of the run
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # of step and plateau: the factor at each drop
-    patience: Count = 3  # of plateau: evaluations without a better metric that are let pass before a drop
+    milestones: list[BelowOne] = field(default_factory=lambda: [0.5, 0.75])  # for step: fractions of the run
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # for step and plateau: factor of each drop
+    patience: Count = 3  # for plateau: evaluations without a better metric that are tolerated before a drop
 
 
 @dataclass
@@ -130,7 +130,7 @@ class EvaluationConfig:
     every_steps: Positive | None = None
     max_batches: Positive | None = None  # evaluate so many global batches' worth of samples, evenly drawn; null: all
     metric: Text = "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
-    mode: Literal["max", "min"] = "max"  # which values of it are better
+    mode: Literal["max", "min"] = "max"  # which values of the metric are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
     checkpoint: Text = "best"  # for evaluate and predict: best, last or a path
     split: Literal["train", "validation", "test"] = "validation"  # for evaluate
@@ -156,7 +156,7 @@ class LoggingConfig:
 
 @dataclass_transform(kw_only_default=True)
 def _with_chosen_sections(config: Any) -> Any:
-    """The class as a dataclass, with a section for each options_<name>.py that was chosen with a strategy or tool."""
+    """Return the class as a dataclass, with a section <name> for each file options_<name>.py of this package."""
     for path in sorted(Path(__file__).parent.glob("options_*.py")):
         name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
         config.__annotations__[name] = options
@@ -167,7 +167,7 @@ def _with_chosen_sections(config: Any) -> Any:
 @_with_chosen_sections
 class Config:
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "baseline"
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # NumPy takes no other
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 42  # NumPy accepts no other seed
     device_ids: Annotated[Any, BeforeValidator(parse_device_ids)] = "auto"
     strategy: StrategyName = field(default="ddp", metadata=OTHERS)  # a file of strategies/
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -201,7 +201,7 @@ _adapter = TypeAdapter(Config)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The defaults above, then the YAML file, then the `key=value` words, checked. Raises ConfigError."""
+    """Return the checked defaults, changed by the YAML file, then by `key=value` words. Raises ConfigError."""
     return build_config(read_settings(path, overrides))
 
 
@@ -221,19 +221,19 @@ def build_config(settings: dict[str, Any]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The config as dicts, lists, text and numbers, for YAML, JSON and checkpoints; load_config reads it back."""
+    """Convert the config to dicts, lists, text and numbers for YAML, JSON, checkpoints. load_config reads them back."""
     return dict(_adapter.dump_python(config, mode="json", warnings=False))
 
 
 def differing_keys(stored: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """ "key: stored value -> present value" for each dotted key in which two plain configs differ."""
+    """Return "key: stored value -> present value" for each dotted key whose value differs between two configs."""
     former, now = dotted(stored), dotted(present)
     values = {key: (former.get(key, "(none)"), now.get(key, "(none)")) for key in former | now}
     return [f"{key}: {one_line(old)} -> {one_line(new)}" for key, (old, new) in values.items() if old != new]
 
 
 def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
-    """A stored plain config with the keys of today: new ones have their defaults, and old ones are gone."""
+    """Return a stored config with the keys of this version: add new keys with their defaults, drop unknown keys."""
     types, today = get_type_hints(section), dict[str, Any]()
     for item in fields(section):
         if is_dataclass(types[item.name]):
@@ -244,12 +244,12 @@ def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
 
 
 def default_of(item: Any) -> Any:
-    """The default of a dataclass field; MISSING if it has none."""
+    """Return the default of a dataclass field, or MISSING if it has none."""
     return item.default_factory() if callable(item.default_factory) else item.default
 
 
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, its dataclass field) of each value of the config."""
+    """Yield (dotted key, dataclass field) for each value of the config, in all sections."""
     types = get_type_hints(section)
     for item in fields(section):
         if is_dataclass(types[item.name]):
@@ -259,7 +259,7 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
-    """A line for each key that does not exist. Makes a list of a text whose key takes one: betas=0.9,0.95."""
+    """Yield an error message for each wrong key. Split the text of a list key in place: betas=0.9,0.95."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
@@ -297,7 +297,7 @@ def _unknown_key(key: str, value: Any) -> str:
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
-    """A line for each key with a mistake: key, value, rule, remedy."""
+    """Yield one line for each key with a mistake: key, value, rule, remedy."""
     known, found = dict(all_keys()), dict[str, list[Any]]()
     for problem in error.errors(include_url=False):  # several of one key, if its type is a union
         location = ".".join(map(str, problem["loc"]))

@@ -1,4 +1,4 @@
-"""Files of a run: where they lie, and how they are written so that a killed job leaves the old ones whole."""
+"""Finds the folder of a run, and writes files so that a killed job leaves the old file whole."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, flush it to disk and rename it. FailureError if the disk refuses."""
+    """Let `write` fill a file next to `path`, flush it to disk and rename it. Raises FailureError if that fails."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

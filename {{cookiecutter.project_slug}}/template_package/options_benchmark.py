@@ -1,4 +1,4 @@
-"""The section `benchmark:` of config.yaml."""
+"""Declares the section `benchmark:` of config.yaml."""
 
 from dataclasses import dataclass
 from typing import Annotated

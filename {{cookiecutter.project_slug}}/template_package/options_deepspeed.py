@@ -1,4 +1,4 @@
-"""The section `deepspeed:` of config.yaml."""
+"""Declares the section `deepspeed:` of config.yaml."""
 
 import json
 from contextlib import suppress
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 
 def _typed(value: Any) -> Any:
-    """The text in nested dicts and lists as JSON reads it, in which DeepSpeed's users write: true, 5e8."""
+    """Convert text in nested dicts and lists as JSON does: DeepSpeed's users write its settings in JSON (true, 5e8)."""
     if isinstance(value, dict):
         return {key: _typed(item) for key, item in value.items()}
     if isinstance(value, list):

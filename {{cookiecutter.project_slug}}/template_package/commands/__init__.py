@@ -26,7 +26,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass
 class CommandLine:
-    """The words after run.py, by kind. rest: those that only the command understands (predict's input, --json)."""
+    """Holds the words after run.py, by kind. rest: words that only the command knows (predict's input, --json)."""
 
     config_path: Path
     command: str = "train"
@@ -35,10 +35,10 @@ class CommandLine:
     is_config_typed: bool = False
 
     def load_config(self) -> "Config":
-        """The Config that file and words make. Raises ConfigError.
+        """Return the Config from the config file and the words. Raises ConfigError.
 
-        evaluate and predict take the run's own file instead, unless --config is typed or a launcher's nodes may lack
-        it; where and how to evaluate is still the present file's.
+        evaluate and predict read the run's own config.yaml instead, unless --config is typed or a launcher has started
+        the ranks. The present file still decides name, device_ids, launch, loader and evaluation.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
@@ -57,7 +57,7 @@ class CommandLine:
         return int(import_module(f".{self.command}", __package__).main(self))
 
     def launch(self, run_fn: Callable[[int, int, "Config"], None]) -> int:
-        """The exit code of run_fn, run once per device of the config."""
+        """Run run_fn once per rank, and return the exit code."""
         config = self.load_config()
         from ..launching.launcher import find_node, launch
 
@@ -66,7 +66,7 @@ class CommandLine:
 
 
 def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
-    """Command, config file and settings. ConfigError for a word that is none of these; SystemExit(0) after --help."""
+    """Sort the words into a CommandLine. Raise ConfigError for an unknown word, and SystemExit(0) after --help."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
     about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
     parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)

@@ -29,7 +29,7 @@ def main(line: CommandLine) -> int:
 
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
-    """Evaluate the checkpoint of `evaluation.checkpoint` on `evaluation.split`, as one rank."""
+    """Evaluate the checkpoint `evaluation.checkpoint` on `evaluation.split` as one rank; rank 0 writes the result."""
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
@@ -56,7 +56,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
-    """A checkpoint's state, its weights under the config's strategy, and what build() returns; all ranks call it."""
+    """Return a checkpoint's state, a strategy with its weights, and the result of build(). All ranks must call this."""
     state = read_on_main(lambda: load_checkpoint(path) | {"optimizer": {}})
     config = settle_precision(config, context)
     data = build()  # it may set data.fingerprint

@@ -1,6 +1,6 @@
 """`python run.py predict INPUT`: predictions of a saved model for new inputs, on any number of devices.
 
-read_inputs() in dataset.py says what an input is, predict() in model.py what is predicted.
+read_inputs() in dataset.py defines the inputs, and predict() in model.py defines the predictions.
 """
 
 import json

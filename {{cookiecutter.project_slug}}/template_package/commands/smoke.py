@@ -1,6 +1,6 @@
 """`python run.py smoke`: two gloo ranks on the CPU train your model, save, are resumed by a second run, and evaluate.
 
-This process reads the files that they leave. Nothing stays when it passes; when it fails, .smoke/log.txt does.
+This process checks the files of these runs, then deletes them. If the test fails, .smoke/log.txt stays.
 """
 
 import json
@@ -47,7 +47,7 @@ def main(line: CommandLine) -> int:
 
 
 def _train_resume_evaluate(settings: list[str]) -> int:
-    """The number of samples evaluated. AssertionError if the runs leave other files on the disk than they must."""
+    """Run the test and return the number of evaluated samples. Raise AssertionError if the runs' files are wrong."""
     first, second = FOLDER / "runs" / "first", FOLDER / "runs" / "second"
     _run("training on two ranks", settings)
     print(*re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")), sep="", end="")
@@ -69,7 +69,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
 
 
 def _run(task: str, words: list[str], command: str = "train") -> None:
-    """Run run.py with its runs in the scratch folder; AssertionError with its last lines if it fails."""
+    """Run run.py with its runs in the scratch folder. Raise AssertionError with its last lines if it fails."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}

@@ -1,7 +1,7 @@
-"""The devices of this node's ranks: `device_ids` of config.yaml, checked against the GPUs that NVML and CUDA show.
+"""Chooses and locks the devices of this node's ranks, from `device_ids` of config.yaml and what NVML and CUDA show.
 
-A GPU's lock is an abstract Unix socket (Linux): a name that one process of the machine can bind, and that is free again
-when the process ends, however it ends. Containers with a network of their own have names of their own.
+A GPU's lock is an abstract Unix socket (Linux). Only one process of the machine can bind its name, and the name is free
+when that process ends, however it ends. Containers with separate networks do not see each other's locks.
 """
 
 import math
@@ -28,7 +28,7 @@ POLL_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. Memory in bytes, infinite where it cannot be read."""
+    """Describes one GPU. Memory is in bytes, and infinite where it cannot be read."""
 
     index: int  # as nvidia-smi shows it, in the order of the PCI bus
     uuid: str = ""
@@ -50,7 +50,7 @@ class Gpus(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices taken for this run on this node, with their locks."""
+    """Holds the devices that this run uses on this node, with their locks."""
 
     names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
     notes: list[str]  # for the log
@@ -60,7 +60,7 @@ class Devices(NamedTuple):
 def take_devices(
     device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], num_ranks: int = 0, nvml: Any = None
 ) -> Devices:
-    """Take the devices of this node, after at most launch.wait_minutes. ConfigError if they cannot be had.
+    """Choose this node's devices and lock its GPUs, within launch.wait_minutes. ConfigError if they are not available.
 
     num_ranks: the ranks that a launcher has started here; `auto` takes that many devices. nvml: see find_gpus.
     """
@@ -94,7 +94,7 @@ def take_devices(
 
 
 def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
-    """Find the GPUs with these ids. ConfigError if one is missing, or if torch cannot compute on it."""
+    """Return the GPUs with these ids. Raise ConfigError if one is missing, or if torch cannot compute on it."""
     visible = {gpu.index: gpu for gpu in gpus.visible}
     reason = gpus.problem and f" ({gpus.problem})"
     missing = f"does not exist; driver and CUDA_VISIBLE_DEVICES show {[*visible] or 'none'}{reason}"
@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs, or the `number` free ones with the most memory (0: all), if there are; count those."""
+    """Lock `named`, or the `number` free GPUs with most memory (0: all; none if too few). Also count the free GPUs."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -137,7 +137,7 @@ def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """Find the GPUs of this node: none if torch is built for the CPU or the driver is silent. nvml: for pynvml."""
+    """Return this node's GPUs, none if torch is built for the CPU. Without NVML torch counts them. nvml: for pynvml."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
     if nvml is None and torch.version.cuda is None and torch.version.hip is None:
         return Gpus([], [], f"torch {torch.__version__} is built without CUDA")
@@ -188,7 +188,7 @@ def owner(pid: int) -> str:
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """Return the GPUs that CUDA shows: it reads the mask up to an entry that names no GPU."""
+    """Return the GPUs that CUDA shows for CUDA_VISIBLE_DEVICES=mask. CUDA stops at an entry that names no GPU."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
@@ -201,7 +201,7 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """Take a lock, held until it is closed or the process and its forks have ended. None if another has it."""
+    """Return a lock, or None if another process has it. Closing it or the end of the process and its forks frees it."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out

@@ -1,6 +1,6 @@
-"""One rank's place among the others: joining the process group, and the collectives for plain objects.
+"""Describes one rank (RankContext), joins the process group, and runs collectives on tensors and plain objects.
 
-With one rank there is no process group, and every function here does the obvious thing.
+Without a process group (one rank), each function here works as a collective of one rank.
 """
 
 import io
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process among the others: `rank` of `world_size` over all nodes, `local_rank` on its node, its device."""
+    """Describes this process: `rank` of `world_size` over all nodes, `local_rank` on its node, and its devices."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +49,7 @@ class RankContext:
 
     @contextmanager
     def local_rank_first(self, task: str) -> Iterator[None]:
-        """Run the body on local rank 0 of each node before its neighbours, so that a download happens once a node."""
+        """Run the body on local rank 0 first, then on the node's other ranks, so that each node downloads once."""
         key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
             self.store.wait([key], timedelta(days=7))  # no collective: NCCL's watchdog would abort a long download
@@ -60,17 +60,17 @@ class RankContext:
                 self.store.set(key, "")
 
 
-current = RankContext()  # this process's own, which the launcher puts here before run_fn
+current = RankContext()  # the context of this process, which launch() sets before run_fn
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """Return the place of this process, as the launcher has set it: rank `rank` of `world_size`."""
+    """Return the context that launch() set for this process. It must be that of rank `rank` of `world_size`."""
     assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
     return current
 
 
 def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
-    """Join the process group. One rank has none, unless its strategy needs one."""
+    """Join the process group, if this rank has not yet. A single rank joins one only if its strategy needs it."""
     if dist.is_initialized():
         return
     is_nccl = backend == "nccl" or (backend == "auto" and context.device.type == "cuda")
@@ -89,7 +89,7 @@ def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceO
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank (pickled, through the CPU; tensors by pack() and unpack())."""
+    """Return rank 0's `value` on every rank. It is pickled, through the CPU; for tensors use pack() and unpack()."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -98,7 +98,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """Gather every rank's `value` in the order of ranks, on rank 0; None on the others."""
+    """Return every rank's `value`, in the order of ranks, on rank 0. Return None on the other ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -107,7 +107,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0, and return its result on every rank. If it raises, all ranks do."""
+    """Call `function` on rank 0, and return its result on every rank. If it raises, all ranks raise its exception."""
     value, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -121,7 +121,7 @@ def from_main(function: Callable[[], Any]) -> Any:
 
 
 def pack(state: Any) -> bytes:
-    """Write plain values and tensors as bytes: torch 2.13's object collectives fail on tensors."""
+    """Serialize plain values and tensors to bytes: torch 2.13's object collectives fail on tensors."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

@@ -1,6 +1,6 @@
-"""Environment variables of the ranks: reads which launcher started them, sets which network interface they use.
+"""Reads from the environment which launcher started this rank, and sets the network interface that the rank uses.
 
-A launcher is torchrun and its like (deepspeed, accelerate launch) or SLURM's srun; otherwise run.py starts the ranks.
+A launcher is torchrun, deepspeed, accelerate launch, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
 """
 
 import os
@@ -24,7 +24,7 @@ SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 class Launched(NamedTuple):
-    """The place that a launcher gave this process, and where its ranks meet."""
+    """Holds the rank numbers that a launcher gave this process, and the address where the ranks meet."""
 
     launcher: str
     rank: int
@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
-    """Tell which launcher started this process as one of several ranks; None if this process starts them itself."""
+    """Return "torchrun" (also for deepspeed, accelerate launch), "srun" or "horovodrun"; None without a launcher."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
@@ -48,7 +48,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Launched | None:
-    """Find the place that a launcher gave this process, or None. ConfigError if the environment is half set."""
+    """Read the rank numbers from the launcher, or return None without one. ConfigError if variables are wrong."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
@@ -73,7 +73,7 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
 
 
 def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
-    """Read these variables as numbers. ConfigError if one is missing or no number."""
+    """Read these environment variables as numbers. Raise ConfigError if one is missing or not a number."""
     if wrong := [name for name in names if not environment.get(name, "").isdecimal()]:
         remedy = f"Unset {', '.join(names)} and type `python run.py`, or start with torchrun, which sets all."
         raise ConfigError(f"the environment is half set: no number in {', '.join(wrong)}. {remedy}")
@@ -81,7 +81,7 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 
 def port_for(job: str) -> int:
-    """Choose a port that is the same on every rank of a job and most likely another one for other jobs."""
+    """Return a port that is the same on every rank of a job and most likely differs from the ports of other jobs."""
     return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux hands out itself, from 32768 on
 
 
@@ -90,9 +90,9 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
-    """Let gloo, and NCCL if `wanted` is named, use that network interface; otherwise gloo the one towards `address`.
+    """Set gloo's and NCCL's network interface to `wanted`. For None, set gloo's to the one on the route to `address`.
 
-    gloo's own choice is the interface of the host's name, often the loopback. What the environment already says stays.
+    gloo's own choice is the interface of the host's name, often the loopback. For None, a set GLOO_SOCKET_IFNAME stays.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

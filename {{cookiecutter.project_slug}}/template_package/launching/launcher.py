@@ -1,6 +1,6 @@
-"""Runs one function once per rank: in this process, in processes started here, or in those that torchrun has started.
+"""Runs one function once per rank: in this process, in processes started here, or in processes of torchrun or srun.
 
-However it was started, a rank sees the same: a RankContext, a process group, its own device.
+In all three cases a rank finds the same: a RankContext, a process group and its own device.
 """
 
 import gc
@@ -35,7 +35,7 @@ RunFunction = Callable[[int, int, Config], None]
 
 
 class Node(NamedTuple):
-    """This node's part of a run: the devices of its local ranks, and how the ranks come to be."""
+    """Describes this node's part of a run: its local ranks' devices, and the launcher that started them, if any."""
 
     devices: Devices
     num_ranks: int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """Take the devices of this node, perhaps after a wait. ConfigError for devices that cannot be had."""
+    """Choose this node's devices, perhaps after a wait. Raise ConfigError if the devices are not available."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
@@ -102,7 +102,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
 
 
 def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
-    """Run one rank and return its exit code. It prints its failure on `console`, or tells the launching process."""
+    """Run one rank and return its exit code. A failure is printed on `console`, or stored for the launching process."""
     # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
     if console is None:
@@ -115,7 +115,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     store = context.store.clone()
 
     def fail(text: str, code: int) -> int:
-        """Tell why this rank fails, unless another has failed before: then this one only lost its connection."""
+        """Report why this rank fails, unless another rank failed first: then this rank only lost its connection."""
         text = f"error: {text}" if code == 2 else f"{context} failed:\n{text}"
         own = first = json.dumps(processes.Failure(context.rank, code, text)).encode()
         with suppress(dist.DistError):  # rank 0, or its launcher, is gone
@@ -158,7 +158,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
 
 def _check_alike(config: Config, context: RankContext) -> None:
-    """Raise ConfigError on all ranks if one has another kind of device, version of torch, config or other sources."""
+    """Raise ConfigError on all ranks if their device types, versions of torch, configs or source files differ."""
     package = Path(__file__).parents[1]
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
@@ -173,7 +173,7 @@ def _check_alike(config: Config, context: RankContext) -> None:
 
 
 def _become_torchrun(config: Config) -> None:
-    """Replace this process by torchrun, as scripts/multi_node.sh starts it on each of several nodes."""
+    """Replace this process by scripts/multi_node.sh, which starts torchrun on this node."""
     launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
     if is_loopback(launch.master_addr) or not launch.master_port:
         remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0, not the loopback."
@@ -184,7 +184,7 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """Join the store of the launcher's ranks; local rank 0 takes the devices for its neighbours."""
+    """Connect to the store of the launcher's ranks. Local rank 0 chooses the devices for all ranks of its node."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind

@@ -1,4 +1,4 @@
-"""Starts the processes of ranks and watches them: the first failure ends all, and none outlives its parent."""
+"""Starts the processes of ranks and watches them: the first failure ends all ranks, and no rank outlives its parent."""
 
 import ctypes
 import json
@@ -38,11 +38,11 @@ STOP = "stop/signal"  # the signal that asks all ranks to stop
 BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when it heard of the request
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest heeds them
+early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest reads them
 
 
 class Failure(NamedTuple):
-    """The reason why a rank ended. text: a traceback headed by the rank, or the one line of a user's mistake."""
+    """Says why a rank failed. text: a traceback headed by the rank, or the one line of a user's mistake."""
 
     rank: int
     exit_code: int
@@ -56,7 +56,7 @@ def num_usable_cores() -> int:
 
 
 def start_fork_server() -> None:
-    """Start the server that forks the ranks: it imports what is slow once, while this process reads the config."""
+    """Start the server that forks the ranks. It imports slow packages once, while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
     names = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic"]
     multiprocessing.set_forkserver_preload(names)
@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    A stop signal goes through the store to training/stopping.py. Before READY, or at a second Ctrl-C, all are killed.
+    The store passes a stop signal to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all are killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -98,7 +98,7 @@ def run_processes(
 
 
 def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
-    """Return when all have ended, one has failed, or they must be killed since they cannot stop by themselves."""
+    """Wait until all ranks have ended, one has failed, or all must be killed. Tell the ranks about a stop signal."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
         if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Find the first failure, if any. A killed rank comes first: the others have lost their connection to it."""
+    """Return the first failure, or None. A killed rank comes first: the others only lost their connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
@@ -141,14 +141,14 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once: gloo's threads abort about one interpreter exit in ten (torch 2.13)."""
+    """End this process at once. In Python's normal exit, gloo's threads abort about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have Linux kill this process when its parent ends; exit now if the parent is already not `parent`."""
+    """Ask Linux to kill this process when its parent ends. Exit now if the process `parent` has already ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
@@ -157,7 +157,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the stop signals: processes started in the body inherit that. They would kill a fork server that starts."""
+    """Block stop signals in the body and in processes started there: a signal would kill a fork server as it starts."""
     resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -167,13 +167,13 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """For stop_signals_call(): end with 130 or 143. (Once training has begun, StopRequest handles the signals.)"""
+    """Raise StopRun with exit code 130 or 143. (Once training has begun, StopRequest handles the signals instead.)"""
     raise StopRun(128 + number)
 
 
 @contextmanager
 def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
-    """Inside this context, call `handle` with SIGINT for Ctrl-C, and with SIGTERM for other stop signals."""
+    """Call `handle` inside this context: with SIGINT at Ctrl-C, with SIGTERM at any other stop signal."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""Hugging Face Accelerate: its Accelerator wraps the model, pauses the sharing of gradients and runs backward.
+"""Trains with Hugging Face Accelerate, which wraps the model, delays the averaging of gradients and runs backward.
 
-config.yaml and the launcher decide the rest before Accelerate is asked. So `accelerate launch` may start the ranks, and
-anything else that it asks for is refused. The base class clips and steps: Accelerate would call the same functions.
+config.yaml and the launcher decide all settings. `accelerate launch` may start the ranks; if its settings contradict
+config.yaml, ConfigError says so. The base class clips gradients and steps: Accelerate would call the same functions.
 """
 
 import os
@@ -25,7 +25,7 @@ from .library_environment import changed_environment, launch_variables
 
 
 class AccelerateStrategy(DistributedDataParallelStrategy):
-    """An Accelerator over the process group that exists already."""
+    """Trains with an Accelerator, which uses the process group that exists already."""
 
     can_rebuild = False
 
@@ -40,7 +40,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         self.scaler = self._accelerator.scaler or self.scaler
 
     def wrap(self, module: nn.Module) -> Any:
-        """The module in Accelerate's DDP; with one rank the module itself."""
+        """Return the module wrapped in Accelerate's DDP; with one rank return the module itself."""
         with warnings.catch_warnings():  # torch has renamed an argument
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             model = self._accelerator.prepare_model(module)
@@ -49,7 +49,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """no_sync() on all but the last micro-batch. Accelerator.accumulate() would count equal micro-batches."""
+        """Return no_sync() for all but the last micro-batch. Accelerator.accumulate() assumes equal micro-batches."""
         if is_last_micro_batch:
             return super().accumulate(is_last_micro_batch=True)
         context: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
@@ -87,7 +87,7 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
 
 
 def _check_launcher(precision: str) -> None:
-    """ConfigError if `accelerate launch`, or the file of `accelerate config`, asks for something that is set here."""
+    """Raise ConfigError if `accelerate launch` or the file of `accelerate config` contradicts config.yaml."""
     asked = {name: value.lower() for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     mixed = asked.pop("ACCELERATE_MIXED_PRECISION", "no")
     prefix, is_cpu = "ACCELERATE_USE_", "ACCELERATE_USE_CPU"

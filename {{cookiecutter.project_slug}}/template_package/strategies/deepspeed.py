@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), with settings made from config.yaml.
+"""Trains with DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), with settings made from config.yaml.
 
-Stage 0 holds everything on each rank, as DDP. Stage 1 cuts the optimizer's state over the ranks, 2 the gradients too, 3
-the weights too. Weights stay fp32, and forward passes run in autocast. zero/ makes settings and portable checkpoints.
+Stage 0 keeps everything on each rank, like DDP. Stage 1 shards the optimizer's state over the ranks, 2 gradients too,
+3 the weights too. Weights stay fp32; forward passes run in autocast. zero/ makes settings and portable checkpoints.
 """
 
 import os
@@ -26,7 +26,7 @@ from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
 
 
 class DeepSpeedStrategy(DistributedDataParallelStrategy):
-    """A DeepSpeed engine over the process group that exists already."""
+    """Trains with a DeepSpeed engine, which uses the process group that exists already."""
 
     can_rebuild = False
 
@@ -43,7 +43,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Cut what the stage cuts. Evaluation alone needs an engine in stage 3 only."""
+        """Build the DeepSpeed engine, which shards by stage. Without training, only stage 3 needs an engine."""
         super().prepare(model)
         if build_optimizer is None and self._stage < 3:
             return
@@ -77,21 +77,21 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 self.optimizer.override_loss_scale(self.scaler.get_scale())
 
     def move(self, model: nn.Module) -> nn.Module:
-        """The model on the device; in stage 3 as it is, since the whole may not fit there."""
+        """Move the model to the device. In stage 3 leave it where it is, since the whole may not fit there."""
         return model if self._stage == 3 else super().move(model)
 
     def wrap(self, module: nn.Module) -> Any:
-        """The module itself: DeepSpeed wraps it together with the optimizer."""
+        """Return the module itself: DeepSpeed wraps it together with the optimizer."""
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Stages 0 and 1 share gradients in the last backward of a step, 2 and 3 in each."""
+        """Mark the last micro-batch. Stages 0 and 1 average gradients in its backward, stages 2 and 3 in each."""
         self._is_last_micro_batch = is_last_micro_batch
         self.model.set_gradient_accumulation_boundary(is_last_micro_batch)
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients. ConfigError if a parameter has none after the last micro-batch."""
+        """Add this micro-batch's gradients. Raise ConfigError if a parameter has none after the last micro-batch."""
         loss = weighted(loss, weight)
         if self._stage == 0 and self.scaler.is_enabled():
             loss = self.scaler.scale(loss)
@@ -100,7 +100,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step, drop the gradients, and return their norm. In stage 0 DeepSpeed only averages them."""
+        """Update the weights, drop the gradients, return their norm. In stage 0 DeepSpeed only averages gradients."""
         if self._stage == 0:
             return super().optimizer_step(max_gradient_norm)
         self.model.step()
@@ -116,7 +116,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The shapes from before stage 3 left empty tensors."""
+        """Return the shapes of whole parameters, recorded before stage 3 left empty tensors."""
         return self._shapes
 
     def local_weights(self) -> list[Tensor]:
@@ -160,7 +160,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 )
 
     def _update_scale(self, *, is_skipped: bool) -> None:
-        """Do as GradScaler.update(), which would ask an optimizer that it has stepped itself."""
+        """Update the loss scale like GradScaler.update(), which needs an optimizer that GradScaler itself stepped."""
         state = self.scaler.state_dict()
         num_good = 0 if is_skipped else state["_growth_tracker"] + 1
         factor = state["backoff_factor"] if is_skipped else 1.0
@@ -171,7 +171,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
 
 
 def _import_deepspeed(context: RankContext) -> Any:
-    """DeepSpeed, told to compute on this rank's device: it would take no CPU beside a GPU."""
+    """Import DeepSpeed for this rank's device: by itself it would never choose the CPU on a machine with a GPU."""
     os.environ |= {"DS_ACCELERATOR": context.device.type, "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"]}
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning)
     import deepspeed

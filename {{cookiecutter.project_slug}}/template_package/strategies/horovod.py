@@ -1,6 +1,6 @@
-"""Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799): its DistributedOptimizer averages gradients in backward.
+"""Trains with Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799): its DistributedOptimizer averages gradients.
 
-Its ranks have connections of their own, beside the process group, which evaluation, metrics and checkpoints use.
+Horovod opens its own connections between ranks. Evaluation, metrics and checkpoints use the process group.
 """
 
 import math
@@ -25,7 +25,7 @@ REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients th
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
-    """Whole weights on each rank, as with DDP; Horovod's hooks in place of DDP's."""
+    """Keeps whole weights on each rank, like DDP. Horovod's hooks replace the hooks of DDP."""
 
     can_rebuild = False
 
@@ -41,7 +41,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._is_last_micro_batch = True
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Prepare as one device does. The user's optimizer steps and is saved; Horovod's only reduces gradients."""
+        """Prepare as on one device. The user's optimizer steps and is saved; Horovod's only averages gradients."""
         for name, parameter in model.named_parameters():
             if parameter.dtype not in REDUCED_TYPES or not parameter.is_contiguous():
                 raise ConfigError(
@@ -60,21 +60,21 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         )
 
     def wrap(self, module: nn.Module) -> Any:
-        """The module itself, with rank 0's weights and buffers."""
+        """Copy rank 0's weights and buffers to all ranks, and return the module itself."""
         self._horovod.broadcast_parameters([*module.named_parameters()], root_rank=0)
         self.synchronize_buffers()
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Horovod begins to share a gradient in the pass that it counts as the last."""
+        """Tell Horovod which micro-batch is the last: it begins to average gradients in that backward pass."""
         self._is_last_micro_batch = is_last_micro_batch
         self._reducer.set_backward_passes_per_step(1 if is_last_micro_batch else 2)  # each call starts the count again
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients; after the last one they are the ranks' mean.
+        """Add this micro-batch's gradients. After the last micro-batch, average them over the ranks.
 
-        ConfigError if a parameter then has none: Horovod would give it zeros, and its weight would decay all the same.
+        Raise ConfigError if a parameter then has none: Horovod would use zeros, and weight decay would still act.
         """
         super().backward(loss, weight)
         if not self._is_last_micro_batch:
@@ -106,7 +106,7 @@ def _import_horovod() -> Any:
 
 
 def _connect(hvd: Any, context: RankContext) -> None:
-    """Connect Horovod's ranks as our launcher numbers them. They meet at a server of rank 0, not at horovodrun's."""
+    """Connect Horovod's ranks, numbered as in `context`, by a server on rank 0 instead of horovodrun's server."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     server, meeting = None, ("", 0)
     if context.is_main and context.world_size > 1:
@@ -137,7 +137,7 @@ def _connect(hvd: Any, context: RankContext) -> None:
 
 
 def _check_host_name(meeting: str) -> None:
-    """ConfigError if Horovod 0.28 would name a wrong address to other hosts: that of this host's name, always."""
+    """Raise ConfigError if other hosts cannot use the address of this host's name, which Horovod 0.28 gives them."""
     name, own = socket.gethostname(), ""
     with suppress(OSError):
         own = socket.gethostbyname(name)

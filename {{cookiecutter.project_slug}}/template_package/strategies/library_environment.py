@@ -1,4 +1,4 @@
-"""Environment variables that Accelerate, DeepSpeed and Horovod read when they start."""
+"""Sets environment variables that Accelerate, DeepSpeed and Horovod read when they start."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from ..launching.distributed import RankContext
 
 
 def launch_variables(context: RankContext) -> dict[str, str]:
-    """This rank's place in torchrun's variables. LOCAL_RANK names the GPU, because libraries compute on that one."""
+    """Return torchrun's variables for this rank. LOCAL_RANK is the GPU's index: libraries compute on that GPU."""
     return {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),

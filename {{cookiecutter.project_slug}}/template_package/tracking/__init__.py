@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MediaLog:
-    """The argument `log` of functions in model.py. Only rank 0 writes; a failure is a warning."""
+    """Writes pictures and texts on rank 0, as the argument `log` of functions in model.py. A failure only warns."""
 
     step: int
     folder: Path | None  # None on the other ranks
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG of an array or tensor (H, W), (H, W, 3) or (C, H, W), uint8 or floats in [0, 1]; or PIL image."""
+        """Write a PIL image, array or tensor as PNG: (H, W), (H, W, 3) or (C, H, W), uint8 or floats in [0, 1]."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
-        """Write a PNG of a matplotlib figure, and close it."""
+        """Write a matplotlib figure as PNG, and close the figure."""
         self._write(name, ".png", lambda path: figure.savefig(path, format="png"))
         with suppress(KeyError, TypeError):  # on each rank: pyplot keeps a figure until it is closed
             sys.modules["matplotlib.pyplot"].close(figure)
@@ -63,12 +63,12 @@ class MediaLog:
                 path = self.folder / f"step_{self.step:08}_{name.replace('/', '_')}{suffix}"
                 write_whole(path, save)
                 self.show("show", self.step, name, path)
-            except Exception as error:  # no run ends for a picture
+            except Exception as error:  # a failed picture must not end the run
                 logger.warning("warning: log of %r has failed: %s", name, " ".join(str(error).split()))
 
 
 class Tracking:
-    """Rank 0 writes and shows; on the other ranks each method does nothing."""
+    """Writes metrics.jsonl, shows progress and calls trackers on rank 0. On other ranks its methods do nothing."""
 
     def __init__(
         self, directory: Path, config: Config, context: RankContext, *, step: int, is_evaluation_pending: bool,
@@ -91,7 +91,7 @@ class Tracking:
             self._call_trackers("start", directory, to_dict(config), step)
 
     def record(self, values: Mapping[str, Any], *, is_epoch_end: bool = False) -> None:
-        """Write {"split", "step", "epoch", "loss", ...} as a JSON line, and show it."""
+        """Write `values` (split, step, epoch, loss, …) as a line of metrics.jsonl, and show them."""
         if not self._is_main:
             return
         try:
@@ -117,11 +117,11 @@ class Tracking:
             self._bar.set_postfix_str(figures, refresh=False)
 
     def log(self, step: int) -> MediaLog:
-        """The log for pictures and texts of this step, for functions of model.py."""
+        """Return the MediaLog of this step, for functions of model.py."""
         return MediaLog(step, self._media, self._call_trackers)
 
     def advance(self, step: int) -> None:
-        """Move the bar to `step`. Called at each step: it costs next to nothing unless the bar is due."""
+        """Move the progress bar to `step`. A call at each step costs almost nothing unless the bar is redrawn."""
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Start or call each tracker. One that fails is left out with a warning: metrics.jsonl has all figures."""
+        """Start or call each tracker. Remove a tracker that fails, with a warning: metrics.jsonl has all figures."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -146,7 +146,7 @@ class Tracking:
 
 
 def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:
-    """Drop the lines that will come again, and one that a killed process left half written."""
+    """Delete lines of metrics.jsonl that this run will write again, and a half-written line of a killed process."""
     kept = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with suppress(ValueError, TypeError, KeyError):  # half a line
@@ -172,7 +172,7 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """Inside this context, what this rank prints or logs goes to logs/rank_<r>.log, and the error if the body fails."""
+    """Write what this rank prints or logs to logs/rank_<r>.log inside this context, and an exception of the body."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
@@ -209,9 +209,9 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """A log or a console, written while the progress bar is away, with a copy to a log.
+    """Writes to a log or a console while the progress bar is hidden, and writes a copy to `log`.
 
-    A console that has gone (`| head`) and a full disk, which the next checkpoint reports, change nothing.
+    It ignores a closed console (`| head`) and a full disk. The next checkpoint reports the full disk.
     """
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:

@@ -1,4 +1,4 @@
-"""The tracker MLflow: a database among the runs, unless MLFLOW_TRACKING_URI names a server."""
+"""MLflow tracker: writes to the database runs/mlflow.db, unless MLFLOW_TRACKING_URI names a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs to one run of MLflow, which the same command continues later. It is MLflow's active run on rank 0."""
+    """Logs to one run of MLflow, its active run on rank 0. A resumed training continues the same MLflow run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         runs = directory.absolute().parent
@@ -36,19 +36,19 @@ class Tracker:
         mlflow.log_metrics(scalars, step=step)
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture, which MLflow shows with a slider over the steps, or a text to the run's artifacts."""
+        """Add a picture, which MLflow shows with a slider over the steps, or add a text to the run's artifacts."""
         if path.suffix == ".txt":
             mlflow.log_artifact(str(path), "media")
         else:
             mlflow.log_image(mlflow.Image(str(path)), key=name, step=step)
 
     def close(self) -> None:
-        """End the run."""
+        """End the MLflow run."""
         mlflow.end_run()
 
 
 def _flatten(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of the whole config."""
+    """Yield (dotted key, value) for each value of the config."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker:
-    """Writes scalars, pictures and texts. A resumed run hides the points of steps that come again."""
+    """Writes scalars, pictures and texts. A resumed run hides the old points of steps that it repeats."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)

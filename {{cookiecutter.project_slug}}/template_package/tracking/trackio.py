@@ -1,4 +1,4 @@
-"""The tracker Trackio: files on this machine, for `trackio show`; TRACKIO_DIR names the folder."""
+"""Trackio tracker: writes files on this machine, for `trackio show`. TRACKIO_DIR names their folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import trackio
 
 
 class Tracker:
-    """Logs to one run of Trackio, which a resumed run continues."""
+    """Logs to one run of Trackio. A resumed training continues the same Trackio run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         project = Path.cwd().name

@@ -1,4 +1,4 @@
-"""The tracker Weights & Biases: `wandb login` once, or WANDB_MODE=offline."""
+"""Weights & Biases tracker: needs `wandb login` once, or WANDB_MODE=offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs scalars to one run of W&B, which the same command continues later."""
+    """Logs scalars, pictures and texts to one run of W&B. A resumed training continues the same W&B run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         id_file = directory / "wandb_id.txt"
@@ -40,5 +40,5 @@ class Tracker:
         self._run.log({"step": step, name: wandb.Html(text) if text else wandb.Image(str(path))})
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the W&B run."""
         self._run.finish()

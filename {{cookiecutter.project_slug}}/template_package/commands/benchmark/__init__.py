@@ -1,6 +1,6 @@
 """`python run.py benchmark`: measures each way to train your model on your data that this machine allows.
 
-Each run is an ordinary training of some steps, and its own files hold what is measured.
+Each run is an ordinary training of some steps. The figures come from the files that the run writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import read_json, read_metrics
 
-# Nothing but training steps, and a checkpoint at their end. The rate is constant: in a warm-up no row learns, and one
+# Only training steps, and a checkpoint at the end. The learning rate is constant: in a warm-up no row learns, and a row
 # that does not train at all would look like the others.
 SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.min_learning_rate=0 launch.nodes=1
     launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.epochs=null
@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """A way to train, and what became of it: its runs, or the reason why there are none."""
+    """One way to train, with its results: its runs, or the reason why there are none."""
 
     name: str
     words: list[str]  # key=value
@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """One device first, with which the others are compared; every file of strategies/ if there are several devices."""
+    """Return the ways to train. One device is first, as the baseline; several devices add every strategy."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -83,9 +83,9 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 
 def main(line: CommandLine) -> int:
-    """0; 1 if no row ran; 130 after Ctrl-C and 143 after SIGTERM, with what was measured till then."""
+    """Write the table, also after a stop. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
     config = line.load_config()
-    devices = take_devices(config.device_ids, config.launch, os.environ)  # it holds their locks
+    devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
     device_ids = [str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path) -> None:
-    """Run each row once a round, so that other load affects all rows equally. A row that fails is not tried again."""
+    """Run each row once a round, so that other load affects all rows equally. Skip rows that have failed."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -120,7 +120,7 @@ def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path
 
 
 def _run_once(row: Row, words: list[str], folder: Path) -> None:
-    """Add a run to row.runs, or set row.reason and keep what the run printed."""
+    """Train once and add the figures to row.runs. If the training fails, set row.reason to the cause and its log."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
     with start_run([*words, *row.words], folder, log) as process:
@@ -136,7 +136,7 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
 
 
 def start_run(words: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `python run.py` with its runs in `folder` and its output in `log`. It is killed when this process ends."""
+    """Start `python run.py` with its runs in `folder` and its output in `log`. It dies with this process."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[3] / "run.py"), *words],
@@ -147,7 +147,7 @@ def start_run(words: Sequence[str], folder: Path, log: Path) -> subprocess.Popen
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """The figures of a run. Speeds are those between two lines of metrics.jsonl, without the first steps."""
+    """Return the figures of a finished run. The speed is a median over metrics.jsonl, without the warm-up steps."""
     run, lines = read_json(directory / "environment.json"), read_metrics(directory)["train"]
     run |= read_json(directory / "summary.json")
     speed = median(line["samples_per_second"] for line in lines if line["step"] > NUM_WARM_UP_STEPS)
@@ -159,16 +159,16 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def find_reason(log: Path, exit_code: int) -> str:
-    """The line of a failed run's output that says why: `error: …`, a traceback's last line, or the last one."""
+    """Return the line of a failed run's log that tells the cause: `error: …`, a traceback's end, or the last line."""
     output = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
     return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Medians of each row that ran, its `speed_up` over the first, and the command that trains this way.
+    """Return for each row that ran its medians, its `speed_up` over the first row, and the command to repeat it.
 
-    is_loss_wrong: it learned less than half as much as the first, or its loss is NaN. typed: words for the command.
+    is_loss_wrong: the row learned less than half as much as the first, or its loss is NaN. typed: words of the command.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):
@@ -186,7 +186,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The table, the rows that did not run, and as the last line the fastest row with its command."""
+    """Format the table, the rows that did not run, and as the last line the fastest row with its command."""
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]

@@ -1,7 +1,7 @@
 """`python run.py doctor`: tells what breaks runs here, one line per check, with its remedy; `--json` for machines.
 
-The checks run in a process of their own, which may hang. The one that waits for it ends in time, and needs neither
-torch nor your files: these are imported in functions.
+The checks run in a child process, because a check may hang. The parent process stops waiting after SECONDS. It needs
+neither torch nor your files: the checks import these in functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 class Finding(NamedTuple):
-    """One line of the answer. status: ok, warning (a run may work) or broken (it will not)."""
+    """One line of doctor's answer. status: ok, warning (a run may work) or broken (a run will fail)."""
 
     check: str
     status: str
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Machine:
-    """The results of some checks that later ones need. gpus: as torch calls those that a run would take now."""
+    """Holds results that later checks need. gpus: torch's names (cuda:0) of the GPUs that a run would take now."""
 
     line: CommandLine
     nvml: Any = None
@@ -54,7 +54,7 @@ class Machine:
 
 
 def main(line: CommandLine) -> int:
-    """0, or 1 if something is broken."""
+    """Print the findings. Return 1 if something is broken, otherwise 0."""
     if line.rest not in ([], ["--json"]):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value.")
     findings = []
@@ -72,7 +72,7 @@ def main(line: CommandLine) -> int:
 
 
 def _consult(line: CommandLine) -> Iterator[Finding]:
-    """The findings, each check's as soon as they are there, up to a check that hangs."""
+    """Yield the findings of each check as soon as they arrive. Stop at a check that gives no answer in time."""
     os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # a lost name service would take all the time
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -125,20 +125,20 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """/dev/shm, through which loader workers hand over batches and NCCL the data of GPUs without a link."""
+    """Check /dev/shm: loader workers pass batches through it, and NCCL the data of GPUs without a link."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
 
 
 def check_open_files(_: Machine) -> Iterator[Finding]:
-    """The number of files that a process may have open: loader workers hand over each tensor as one."""
+    """Check how many files a process may have open: loader workers pass each tensor as an open file."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding("open files", _grade(limit, fine=1024, enough=256), f"at most {limit}")
 
 
 def check_disk(_: Machine) -> Iterator[Finding]:
-    """The space where runs/ lies, or will lie."""
+    """Check that the disk of runs/ can be written, and how much space it has."""
     runs = run_directory("any").parent
     folder = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -159,7 +159,7 @@ def check_config(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
-    """The driver, whether torch sees its GPUs, and the free memory of each."""
+    """Check that the driver answers and that torch sees its GPUs. Show the free memory of each GPU."""
     import torch
 
     from ...launching.devices import find_gpus
@@ -181,7 +181,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
-    """The devices that a run would take now. Their locks are released at once."""
+    """Find the devices that a run would take now, and release their locks at once."""
     if machine.config is None:
         return
     from ...launching.devices import find_gpus, take_devices
@@ -195,20 +195,20 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gloo(machine: Machine) -> Iterator[Finding]:
-    """An all-reduce between two CPU ranks: the ranks of GPUs meet by gloo too."""
+    """Run an all-reduce between two CPU ranks: GPU ranks use gloo too, to exchange plain objects."""
     if machine.config is not None:
         launch = replace(machine.config.launch, backend="gloo")
         yield _all_reduce("gloo", ["cpu", "cpu"], replace(machine.config, launch=launch))
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
-    """An all-reduce over all GPUs that a run would take. It runs a kernel on each, also if there is one."""
+    """Run an all-reduce over all GPUs that a run would take. It starts a kernel on each GPU, even on a single one."""
     if machine.gpus:
         yield _all_reduce("GPU link", machine.gpus, machine.config)
 
 
 def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
-    """Start ranks as a run does. The first that fails prints its traceback, headed by rank, host and device."""
+    """Start ranks as a run does. The first rank that fails prints a traceback, headed by rank, host and device."""
     from ...launching.devices import Devices
     from ...launching.launcher import Node, launch
 
@@ -228,7 +228,7 @@ def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
         raise ArithmeticError(f"the sum of {world_size} ones is wrong")
 
 
-# Name, function, and the remedy for its findings without one of their own, also if it fails or hangs itself.
+# Name, function, and the remedy for a finding that has none of its own, or if the check itself fails or hangs.
 CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
     ("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
     ("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),

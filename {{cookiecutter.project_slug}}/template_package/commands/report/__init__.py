@@ -1,6 +1,6 @@
 """`python run.py report [NAME…]`: one file that shows a run, or compares several, and opens anywhere without a network.
 
-All of it comes from the files of the runs. page.html lays it out and escapes it (Jinja), matplotlib draws the curves.
+The content comes from the runs' files. page.html (Jinja) lays it out and escapes it, and matplotlib draws the curves.
 """
 
 import base64
@@ -41,7 +41,7 @@ DRAWING: Any = {
 
 
 def main(line: CommandLine) -> int:
-    """0, once the report of the runs that are named, or of config.yaml's, is written."""
+    """Write the report of the named runs, or of the run that config.yaml names, and return 0."""
     folders = [run_directory(name) for name in line.rest or [line.load_config().name]]
     path = (folders[0] if len(folders) == 1 else run_directory("")) / "report.html"
     write_report([run for folder in folders for run in find_runs(folder)], path)
@@ -50,7 +50,7 @@ def main(line: CommandLine) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folder itself if it is a run's, or the runs in it if it is a sweep's. ConfigError for any other."""
+    """Return [folder] for a run's folder, and the runs in a sweep's folder. Raise ConfigError for any other folder."""
     runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
     if not runs:
         there = ", ".join(sorted(path.name for path in run_directory("").glob("*/"))) or "none so far"
@@ -69,14 +69,14 @@ def write_report(directories: list[Path], path: Path) -> None:
 
 
 def show(value: Any) -> str:
-    """A value as the page shows it."""
+    """Format a value for the page."""
     if isinstance(value, list):
         return " ".join(map(show, value))
     return f"{value:.5g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def describe_run(directory: Path) -> dict[str, Any]:
-    """Collect the contents of one run's report, besides the curves."""
+    """Collect the contents of one run's report, except for the curves."""
     default = {}
     with suppress(ConfigError):  # raised if a field of model.py or dataset.py has no default
         default = dotted(to_dict(build_config({})))
@@ -97,7 +97,7 @@ def describe_run(directory: Path) -> dict[str, Any]:
 
 
 def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """{"label", "precision", "recall", "f1", "support"} of each class, and of their means below; 0 / 0 counts as 0."""
+    """Return label, precision, recall, f1 and support of each class, then macro and weighted averages; 0 / 0 is 0."""
     counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
     correct, support, predicted, total = counts.diagonal(), counts.sum(1), counts.sum(0), counts.sum()
     pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
@@ -111,7 +111,7 @@ def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def class_table(path: Path) -> str:
-    """The scores of each class and the confusion matrix of this file in reports/, for the console."""
+    """Format the scores of each class and the confusion matrix of a file in reports/, for the console."""
     report = read_json(path)
     lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
     for row in rows:
@@ -137,7 +137,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Mean, standard deviation and number of runs of each group that differs in the seed alone, best first."""
+    """Return mean, standard deviation and size of each group of runs that differ only in the seed, best first."""
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:
@@ -151,7 +151,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
-    """An <svg> for each figure in metrics.jsonl: of one run, its splits together; of several, the runs."""
+    """Draw metrics.jsonl as a list of <svg> texts: one figure per metric, for several runs one per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
@@ -176,7 +176,7 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
 
 
 def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of metrics.jsonl by split; a line that is being written is left out."""
+    """Return the lines of metrics.jsonl by split. Skip a line that is half written."""
     path, splits = directory / "metrics.jsonl", dict[str, list[dict[str, Any]]]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError):
@@ -186,11 +186,11 @@ def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The run's config.yaml under dotted keys; nothing if the run has not written it."""
+    """Read the run's config.yaml as a dict with dotted keys. Return {} if the file does not exist."""
     path = directory / "config.yaml"
     return dotted(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, or nothing if the run has not written it."""
+    """Read a JSON file. Return {} if it does not exist."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

@@ -1,7 +1,7 @@
 """`python run.py sweep FILE`: trains many runs, as many at once as devices can be had. The same command continues.
 
-Each run is a `python run.py …` of its own in runs/<sweep>/, so locks, waiting for GPUs and exact resume are those of
-any run. Runs die with the sweep. All that the next start needs is on the disk: the runs' own files and sweep.json.
+Each run is a child process `python run.py …` with its files in runs/<sweep>/. So locks, waiting for GPUs and resuming
+work as in any run. Runs end with the sweep. The next start reads all it needs from the runs' files and sweep.json.
 """
 
 import json
@@ -41,7 +41,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Range(BaseModel, extra="forbid"):
-    """Numbers from low to high; whole ones if both ends are written as whole numbers."""
+    """Declares a range of numbers from low to high. Both ends written as whole numbers make it a range of integers."""
 
     low: Number
     high: Number
@@ -65,7 +65,7 @@ class Search(BaseModel, extra="forbid"):
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
     def open_study(self, folder: Path, mode: str) -> tuple[Any, dict[str, Any]]:
-        """The study of optuna in the folder's study.db, and the distributions that it draws from."""
+        """Open optuna's study in the folder's study.db. Return the study and the distributions that it draws from."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -82,13 +82,13 @@ class Search(BaseModel, extra="forbid"):
 
 
 class Sweep(BaseModel, extra="forbid"):
-    """The keys of the file."""
+    """Declares the keys of the sweep file."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     grid: dict[str, Choices] | None = None  # all combinations of these values
     runs: list[dict[str, Any]] | None = None  # the settings of each run
     search: Search | None = None
-    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = None  # of each run; without: auto:1, or cpu
+    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = None  # of each run; None: auto:1, or cpu without GPUs
     at_once: Positive | Literal["auto"] = "auto"
     seed: int = 0  # of the trials that a random search draws
 
@@ -99,18 +99,18 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """The settings of each run, each once. (optuna draws its own: these only show whether its keys are right.)"""
+        """Return each run's settings, without duplicates. (optuna draws its own: these only check its keys.)"""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
         elif self.search:
-            generator, space = random.Random(self.seed), self.search.space.items()  # more trials begin with the same
+            generator, space = random.Random(self.seed), self.search.space.items()  # more trials: the same ones first
             wanted = [{key: draw(way, generator) for key, way in space} for _ in range(self.search.trials)]
         return list({repr(settings): settings for settings in map(as_words, wanted)}.values())
 
 
 def draw(way: Range | list[Any], generator: random.Random) -> Any:
-    """A random value, with few enough digits to be typed again."""
+    """Draw a random value from a range or list, rounded to 4 significant digits, so that a person can type it."""
     if isinstance(way, list):
         return generator.choice(way)
     low, high = (math.log(way.low), math.log(way.high)) if way.log else (way.low, way.high)
@@ -120,13 +120,13 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
 
 
 def as_words(settings: dict[str, Any]) -> dict[str, str]:
-    """The settings under dotted keys, with their values as they are typed."""
+    """Return the settings under dotted keys, with each value as text for the command line."""
     words = dotted(settings).items()
     return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in words}
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read the sweep file. ConfigError names the first wrong key, its value and the rule."""
+    """Read the sweep file. Raise ConfigError with the first wrong key, its value and the rule."""
     try:
         return Sweep.model_validate(read_settings(path, []))
     except ValidationError as error:
@@ -147,7 +147,7 @@ class Run:
 
 
 def main(line: CommandLine) -> int:
-    """0 if all runs are complete (or pruned), 1 if one is not; 130 after Ctrl-C and 143 after SIGTERM."""
+    """Run the sweep. Return 0 if all runs are complete or pruned, otherwise 1; 130 after Ctrl-C, 143 after SIGTERM."""
     if len(line.rest) != 1:
         raise ConfigError("sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]")
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
@@ -159,10 +159,10 @@ def main(line: CommandLine) -> int:
 
 
 class SweepRunner:
-    """Starts the runs of a sweep, watches them and writes down what became of them."""
+    """Starts the runs of a sweep, watches them and writes their results to sweep.json."""
 
     def __init__(self, line: CommandLine, sweep: Sweep) -> None:
-        """Check everything before anything starts: ConfigError for settings that the config refuses."""
+        """Check all settings before a run starts. Raise ConfigError for settings that the config refuses."""
         self.sweep, self.folder, self.line = sweep, run_directory(sweep.name), line
         self.search = sweep.search if sweep.search and sweep.search.method == "optuna" else None
         num_gpus = len(find_gpus(os.environ).visible)
@@ -181,11 +181,11 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. One that sweep.json holds keeps its name, and its result if config and words are the same."""
+        """List the runs. A run in sweep.json keeps its name, and its result if file and command line are unchanged."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
-        self.is_same = stored.get("config") == self.config  # otherwise each run is asked whether it is complete
+        self.is_same = stored.get("config") == self.config  # otherwise each starts again; a complete one ends at once
         wanted = self.sweep.list_settings()
         if self.search is not None:  # self.runs[i] is the study's trial i
             self.study, self.space = self.search.open_study(self.folder, self.mode)
@@ -194,7 +194,7 @@ class SweepRunner:
             self.add(settings)
 
     def add(self, settings: dict[str, Any]) -> Run:
-        """The run with these settings, under its former name or a new one. It waits for a slot unless it is done."""
+        """Add a run with these settings, under its former name or a new one. The run waits unless it is done."""
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
             parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
@@ -208,12 +208,12 @@ class SweepRunner:
         return run
 
     def list_words(self, run: Run) -> list[str]:
-        """The settings of the run's command line."""
+        """Return the settings of the run's command line."""
         words = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
         return [*words, *(f"{key}={value}" for key, value in as_words(run.settings).items()), f"name={run.name}"]
 
     def run_all(self) -> int:
-        """Run until no run waits; return the exit code."""
+        """Start runs until all have ended or a signal asks to stop, and return the exit code."""
         bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
         try:
             with stop_signals_call(raise_stop):
@@ -240,7 +240,7 @@ class SweepRunner:
         return int(any(run.status not in ENDED_WELL for run in self.runs))
 
     def describe(self, run: Run) -> str:
-        """Its step, time left and last metrics, from its log."""
+        """Return the run's name, step, time left and last metrics, read from its log."""
         log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
         place, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
         return ", ".join([run.name, *(place[-1] if place else ()), *metrics[-1:]])
@@ -256,7 +256,7 @@ class SweepRunner:
         return bool(self.running)
 
     def start(self, run: Run, slot: int) -> subprocess.Popen[bytes]:
-        """Start the run in a process of its own, which is killed when this one is."""
+        """Start the run in a child process, which is killed when this process ends."""
         run.status, log = "running", self.folder / f"{run.name}.log"
         self.write()
         tqdm.write(f"{run.name}: begins, see {log}")
@@ -267,13 +267,13 @@ class SweepRunner:
         return process
 
     def is_hopeless(self, run: Run) -> bool:
-        """Tell optuna the metric so far; return whether the run is not worth its time."""
+        """Report the run's metric so far to optuna, and return whether optuna would prune the run."""
         if self.search is None or not self.search.prune:
             return False
         from optuna.trial import Trial
 
         stored, lines = self.study.trials[self.runs.index(run)], read_metrics(self.folder / run.name)
-        if stored.state.is_finished():  # its run goes on with more epochs
+        if stored.state.is_finished():  # the trial has ended before, and its run continues with more epochs
             return False
         trial = Trial(self.study, stored._trial_id)
         for line in lines.get("validation", [])[len(stored.intermediate_values) :]:
@@ -301,9 +301,9 @@ class SweepRunner:
         tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
 
     def write(self) -> None:
-        """Write sweep.json: all runs, and the mean of each group that differs only in seed, best first."""
+        """Write sweep.json: all runs, and the mean of each group of runs that differ only in seed, best first."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
-        runs = [*map(vars, self.runs), *self.former]  # those that the file asks for no more keep their names
+        runs = [*map(vars, self.runs), *self.former]  # runs that the sweep file no longer names stay listed
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
         write_json(self.folder / "sweep.json", content)
 

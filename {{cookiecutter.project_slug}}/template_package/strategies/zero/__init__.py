@@ -1,1 +1,1 @@
-"""Parts of deepspeed.py: the settings that DeepSpeed gets, and its state in checkpoints."""
+"""Builds DeepSpeed's settings and its state for checkpoints; deepspeed.py uses both."""

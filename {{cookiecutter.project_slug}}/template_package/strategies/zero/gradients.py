@@ -1,6 +1,6 @@
-"""Finds parameters that get a gradient on this rank: DeepSpeed takes a missing one for zeros, or for another's.
+"""Finds parameters without a gradient on this rank: DeepSpeed would use zeros or another parameter's gradient.
 
-The answer comes before the backward pass is over. So a rank with a gradient missing fails before it shares others.
+The check runs before the backward pass ends. So a rank that misses a gradient fails before it shares the others.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from ...errors import ConfigError
 
 
 class GradientWatch:
-    """Notes each gradient that these parameters of the module get, without waiting for the device."""
+    """Records which of the named parameters get a gradient, without waiting for the device."""
 
     def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         self._names = frozenset(names)
@@ -24,7 +24,7 @@ class GradientWatch:
                 parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
 
     def check_after(self, loss: Tensor) -> None:
-        """ConfigError at the end of this loss's backward, if a parameter has had no gradient since the last call."""
+        """Raise ConfigError at the end of this loss's backward if a parameter got no gradient since the last check."""
         engine: Any = Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(self._check))  # type: ignore[no-untyped-call]
 
@@ -32,7 +32,7 @@ class GradientWatch:
         self._missing.discard(name)
 
     def _check(self) -> None:
-        # It does not ask the other ranks, which would be a collective in each step.
+        # This rank does not ask the others, which would cost a collective in each step.
         if self._missing:
             raise ConfigError(
                 f"strategy=deepspeed: {', '.join(sorted(self._missing))} got no gradient in this step, and DeepSpeed "

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, made from config.yaml: there is no second file to keep in step."""
+"""Builds DeepSpeed's settings from config.yaml, so that the user needs no second file."""
 
 from copy import deepcopy
 from typing import Any
@@ -22,9 +22,9 @@ OWNERS = {  # the key of config.yaml that decides a key of DeepSpeed's
 
 
 def build_settings(options: Options, max_norm: float | None, precision: str, num_elements: int) -> dict[str, Any]:
-    """DeepSpeed's settings for a model of `num_elements` parameters, with `deepspeed.extra` merged in.
+    """Return DeepSpeed's settings for a model of `num_elements` parameters, with `deepspeed.extra` merged in.
 
-    ConfigError for a key that another key of config.yaml decides, and for settings that DeepSpeed refuses.
+    Raise ConfigError for a key that another key of config.yaml decides, and for settings that DeepSpeed refuses.
     """
     import deepspeed
 
@@ -54,7 +54,7 @@ def build_settings(options: Options, max_norm: float | None, precision: str, num
 
 
 def check_optimizer(optimizer: Optimizer, options: Options) -> None:
-    """ConfigError if the optimizer may compute something else on flat pieces of the weights, which ZeRO gives it."""
+    """Raise ConfigError if the optimizer may compute something else on the flat pieces of weights that ZeRO makes."""
     is_elementwise = type(optimizer) in (Adam, AdamW, SGD, RMSprop)
     if options.zero_stage > 0 and not is_elementwise and not options.extra.get("zero_allow_untested_optimizer"):
         raise ConfigError(
