@@ -176,7 +176,7 @@ class Trainer:
         """Log the step's figures. Reading them waits for the device, so it is done on logging steps only."""
         check_finite(self.losses, self.context)
         progress = self.progress
-        values = all_reduce(torch.stack([*sums.values()])) / self.context.world_size
+        values = all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype)) / self.context.world_size
         record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
         record |= dict(zip(sums, values.tolist(), strict=True))
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]

@@ -53,7 +53,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
             for row in rows.values():
-                if hasattr(dataset, "label_names") and isinstance(row.get("label"), int):
+                if getattr(dataset, "label_names", None) and isinstance(row.get("label"), int):
                     row["label"] = dataset.label_names[row["label"]]
             lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)

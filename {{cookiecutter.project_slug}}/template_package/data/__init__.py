@@ -26,6 +26,6 @@ def create_loader(dataset: Any, config: Config, context: RankContext) -> TrainLo
         kind = StreamLoader
         for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
             if number is None:
-                raise ConfigError(f"{key}=null: the training set has no __len__, so no epochs either. Set a number.")
+                raise ConfigError(f"{key}=null: the training set has no __len__. Write it, or, for a stream, a number.")
     sizes: Any = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
     return kind(dataset, config.loader, context, seed=config.seed, **sizes)

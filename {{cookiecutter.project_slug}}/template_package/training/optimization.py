@@ -66,12 +66,12 @@ class WeightAverage:
         self._strategy = strategy
         self._weights = strategy.local_weights()  # they share memory with the model
         self._average = [weight.clone() for weight in self._weights]
-        self._decay = decay
+        self._decay, self._is_loaded = decay, False
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average with the weights after `step`; step 1 copies them."""
-        torch._foreach_lerp_(self._average, self._weights, 1 - self._decay if step > 1 else 1.0)
+        """Update the average with the weights after `step`. Step 1 copies them, unless an average was loaded."""
+        torch._foreach_lerp_(self._average, self._weights, 1 - self._decay if step > 1 or self._is_loaded else 1.0)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -88,6 +88,7 @@ class WeightAverage:
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
+        self._is_loaded = True
         with self.swapped_in():
             self._strategy.set_weights(weights)
 

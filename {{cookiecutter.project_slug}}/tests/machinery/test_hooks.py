@@ -212,6 +212,16 @@ def test_average_that_is_wanted_later_begins_with_the_weights_of_the_checkpoint(
         torch.testing.assert_close(first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14)
 
 
+def test_average_of_another_run_is_kept_where_steps_are_counted_anew(project: Project) -> None:
+    project.run("device_ids=cpu", *DOUBLE, "training.ema_decay=0.9", "training.max_steps=3", "checkpoint.every_steps=1")
+    path = project.directory("run") / "checkpoints" / "step_00000003.pt"
+    words = ("name=other", f"checkpoint.resume={path}", "training.global_batch_size=64", "checkpoint.every_steps=1")
+    project.run("device_ids=cpu", *DOUBLE, "training.ema_decay=0.9", *words, "training.max_steps=1")
+    former, first = project.checkpoint("run", 3)["average"], project.checkpoint("other", 1)
+    for name, weight in first["model"].items():
+        torch.testing.assert_close(first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14)
+
+
 def test_hooks_on_evaluation_end_and_after_step_do_not_shift_the_run(project: Project) -> None:
     words = ("model.dropout=0.3", "data.noise=0.1", "training.max_steps=9")
     project.run("device_ids=cpu,cpu", *words, "name=plain")
