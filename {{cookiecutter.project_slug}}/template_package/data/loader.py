@@ -126,9 +126,9 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set lacks __len__ or __getitem__. IterableDataset inherits one that only raises."""
-    kind: Any = type(dataset)
-    return not hasattr(kind, "__len__") or getattr(kind, "__getitem__", None) in (None, Dataset.__getitem__)
+    """Return True if the data set lacks __len__ or an index. The __getitem__ of torch's Dataset only raises."""
+    own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
+    return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
 
 def check_dataset(dataset: Any, name: str) -> int:
