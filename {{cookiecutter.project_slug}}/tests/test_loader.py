@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 
 from template_package.config import LoaderConfig
 from template_package.data import loader as loader_module
-from template_package.data.loader import MicroBatch, TrainLoader, epoch_order
+from template_package.data.loader import MicroBatch, TrainLoader, epoch_order, is_stream
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.training.evaluation import EvaluationLoader
@@ -308,3 +308,21 @@ def test_tensors_are_read_at_once_through_a_subset_with_any_indices() -> None:
         (micro,) = steps(0, 1, num_steps=1, dataset=subset, size=2, micro=2)[0]
         expected = default_collate([subset[index] for index in micro.request.indices])
         assert all(torch.equal(*pair) for pair in zip(micro.batch, expected, strict=True)) and len(micro.batch) == 2
+
+
+def test_data_set_with_whole_batches_alone_is_no_stream() -> None:
+    class WholeBatches(Dataset[Any]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(range(10))
+
+        def __len__(self) -> int:
+            return 10
+
+    assert not is_stream(WholeBatches()) and is_stream(Stream()) and not is_stream([1, 2])
