@@ -15,7 +15,7 @@ PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format docs recording charts \
-	benchmark benchmark-data horovod clean
+	benchmark benchmark-data memory horovod clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ benchmark: .cache/benchmark/.ready  ## compare the trainer's speed with bare loo
 
 benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people write them (30 minutes)
 	.cache/benchmark/bin/python benchmarks/run.py --case " on " --rounds 3 --output RESULTS-DATA.md
+
+memory: $(READY)  ## measure what ranks hold in memory under FSDP and when a checkpoint is loaded (1 minute)
+	"$(BIN)/python" benchmarks/memory.py
 
 .cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt
 	test -x .cache/benchmark/bin/python || $(PYTHON) -m venv .cache/benchmark

@@ -14,9 +14,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from measuring import HERE, Bench, Measurement
+from measure import HERE, Bench, Measurement
 from plan import CASES, ROWS, rows_of, shorten
-from reporting import describe_machine, differing_losses, markdown, replace_section
+from report import describe_machine, differing_losses, markdown, replace_section
 
 
 def main() -> None:

@@ -55,12 +55,12 @@ def edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after, 1), encoding="utf-8")
 
 
-@pytest.mark.parametrize("place", [".", "in a larger repository/nets"])
-def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("subfolder", [".", "in a larger repository/nets"])
+def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_path: Path, subfolder: str) -> None:
     repository = Path(shutil.copytree(template, tmp_path / "template"))
     first = commit(repository)
-    project = bake(repository, tmp_path / "work" / place, **ANSWERS)
-    top = project if place == "." else tmp_path / "work"
+    project = bake(repository, tmp_path / "work" / subfolder, **ANSWERS)
+    top = project if subfolder == "." else tmp_path / "work"
     assert read_origin(project) == {
         "template": None,  # a path of this machine
         "version": json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))["_version"],

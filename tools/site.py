@@ -6,7 +6,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-OUTSIDE = ("benchmarks/RESULTS.md", "benchmarks/RESULTS-DATA.md", "CHANGELOG.md", "CONTRIBUTING.md")
+OUTSIDE = (
+    "benchmarks/RESULTS.md",
+    "benchmarks/RESULTS-DATA.md",
+    "benchmarks/RESULTS-MEMORY.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -265,16 +265,16 @@ def assert_same(project: Any, name: str) -> None:
     assert not left
 
 
-def assert_equal(first: Any, second: Any, place: str) -> None:
+def assert_equal(first: Any, second: Any, path: str) -> None:
     if isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), place
+        assert torch.equal(first, second), path
     elif isinstance(first, dict):
-        assert first.keys() == second.keys(), place
+        assert first.keys() == second.keys(), path
         for key in first:
-            assert_equal(first[key], second[key], f"{place}.{key}")
+            assert_equal(first[key], second[key], f"{path}.{key}")
     elif isinstance(first, list | tuple):
-        assert len(first) == len(second), place
+        assert len(first) == len(second), path
         for index, (one, other) in enumerate(zip(first, second, strict=True)):
-            assert_equal(one, other, f"{place}[{index}]")
+            assert_equal(one, other, f"{path}[{index}]")
     else:
-        assert first == second, place
+        assert first == second, path

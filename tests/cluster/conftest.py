@@ -11,7 +11,7 @@ import pytest
 from baking import bake
 
 from . import namespaces, slurm
-from .running import Host, all_ended, copy_project, own_cores
+from .hosts import Host, all_ended, copy_project, own_cores
 
 SAME = ("training.epochs=2", "model.dropout=0", "logging.tracker=none")
 """The image example, quickly. Dropout draws other numbers on another number of ranks; all else is the same but for the

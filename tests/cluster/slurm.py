@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from .running import all_ended, free_ports, own_cores, plain_environment, prepare_child, until
+from .hosts import all_ended, free_ports, own_cores, plain_environment, prepare_child, until
 
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from .conftest import SAME
+from .hosts import Command, Host, left_after
 from .namespaces import ADDRESSES, INTERFACE
-from .running import Command, Host, left_after
 
 PORT = "29650"
 MEETING = ("launch.nodes=2", f"launch.master_addr={ADDRESSES[0]}", f"launch.master_port={PORT}")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from .conftest import SAME
-from .running import Host
+from .hosts import Host
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 

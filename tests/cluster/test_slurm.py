@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from .conftest import SAME
-from .running import Host, copy_project, left_after, until
+from .hosts import Host, copy_project, left_after, until
 from .slurm import Slurm
 
 ANYWHERE = ("--gpus-per-node=0", "--cpus-per-task=1")

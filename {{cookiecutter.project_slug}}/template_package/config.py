@@ -201,7 +201,7 @@ _adapter = TypeAdapter(Config)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked defaults, changed by the YAML file, then by `key=value` words. Raises ConfigError."""
+    """Return the checked defaults, changed by the YAML file, then by `key=value` arguments. Raises ConfigError."""
     return build_config(read_settings(path, overrides))
 
 
@@ -315,9 +315,9 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif kind == "value_error":
             yield f"{key}={one_line(value)}: {rule}"
         else:
-            word, values = str(value).lower().rpartition(".")[2], re.findall(r"'(\w+)'", rule)  # torch.nn.DataParallel
-            ours = [own for own, others in other_words()["values"].items() if own in values and word in others.split()]
-            close, default = ours or get_close_matches(word, values, n=1), default_of(known[key])
+            typed, values = str(value).lower().rpartition(".")[2], re.findall(r"'(\w+)'", rule)  # torch.nn.DataParallel
+            ours = [own for own, others in other_words()["values"].items() if own in values and typed in others.split()]
+            close, default = ours or get_close_matches(typed, values, n=1), default_of(known[key])
             remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
             remedy = f"Did you mean {key}={close[0]}?" if close else known[key].metadata.get("remedy", remedy)
             yield f"{key}={one_line(value)}: {rule}. {remedy}"

@@ -1,4 +1,4 @@
-"""Reads config.yaml and `key=value` words into nested dicts of text. config.py turns the text into typed values.
+"""Reads config.yaml and `key=value` arguments into nested dicts of text. config.py turns the text into typed values.
 
 It needs neither torch nor the user's files, so that run.py can start the fork server before those are imported.
 """
@@ -48,7 +48,7 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read the file and apply the `key=value` words. Returns nested dicts and lists of text and None."""
+    """Read the file and apply the `key=value` arguments. Returns nested dicts and lists of text and None."""
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -59,7 +59,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    if flags := [word for word in overrides if not re.match("[^-+~=][^=]*=", word)]:
+    if flags := [argument for argument in overrides if not re.match("[^-+~=][^=]*=", argument)]:
         full = {key.rpartition(".")[2]: key for key in reversed(dotted(settings))}  # the first section that has it
         # --key value, --key=value, --key value value, --key
         pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", " ".join(flags)) or [("KEY", "")]
@@ -68,8 +68,8 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
             key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
             ours.append(f"{full[key]}={value}" if key in full else our_word(key, value) or f"{key}={value}")
         raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {' '.join(ours)}.")
-    for word in overrides:
-        key, _, text = word.partition("=")
+    for argument in overrides:
+        key, _, text = argument.partition("=")
         *sections, name = key.split(".")
         section = settings
         for inner in sections:

@@ -79,9 +79,9 @@ class Trainer:
             if self.is_complete and from_main((self.directory / "summary.json").exists):
                 ended_by = "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
                 ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
-                words = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
+                message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
                 self.strategy.close()
-                return logger.info(words, self.config.name, self.progress.describe(), ended_by)
+                return logger.info(message, self.config.name, self.progress.describe(), ended_by)
             with hang_watch(self.context, self.config.launch, self.directory), StopRequest(self.context) as stop:
                 self.train(stop)
         if not self.is_complete and stop.signal_number is not None:
@@ -108,7 +108,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find the micro-batch size that fits in memory, rehearse a step and an evaluation, and open the run files."""
+        """Find the micro-batch size that fits in memory, dry-run a step and an evaluation, and open the run files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -206,7 +206,7 @@ class Trainer:
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
             self.losses.append((norm.to(self.context.device), self.progress.step))
             check_finite(self.losses, self.context)
-            state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.place)
+            state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.cursor)
             beat()  # writing may take up to launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
@@ -217,8 +217,8 @@ class Trainer:
         state = read_on_main(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
-            places = [of_rank.get("place") for of_rank in state["random_states"]]
-            self.loader.place = places[self.context.rank % len(places)]  # StreamLoader refuses another number of ranks
+            cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
+            self.loader.cursor = cursors[self.context.rank % len(cursors)]  # a stream refuses other numbers of ranks
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)

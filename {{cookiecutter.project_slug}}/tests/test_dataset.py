@@ -76,8 +76,8 @@ def test_a_shift_moves_the_image_by_at_most_one_pixel() -> None:
     dot[0, 3, 5] = 1
     dataset = Digits(dot, torch.zeros(1, dtype=torch.long), shift_probability=1.0)
     torch.manual_seed(0)
-    places = {tuple(dataset[0].inputs.nonzero().squeeze().tolist()) for _ in range(200)}
-    assert places == {(0, row, column) for row in (2, 3, 4) for column in (4, 5, 6)}
+    positions = {tuple(dataset[0].inputs.nonzero().squeeze().tolist()) for _ in range(200)}
+    assert positions == {(0, row, column) for row in (2, 3, 4) for column in (4, 5, 6)}
 
 
 @pytest.mark.parametrize("wrong", ["validation_fraction=0", "test_fraction=0.8", "shift_probability=1.5"])

@@ -148,8 +148,8 @@ class Sized(Batches):
 
 def padded(batches: list[list[int]], lengths: list[int]) -> float:
     """Places in the batches for each one that is filled."""
-    places = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    return places / sum(lengths[i] for batch in batches for i in batch)
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    return padded / sum(lengths[i] for batch in batches for i in batch)
 
 
 def global_batches(dataset: Any, world_size: int, num_steps: int, position: int = 0) -> list[list[int]]:

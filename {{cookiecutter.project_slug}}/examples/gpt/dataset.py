@@ -62,8 +62,8 @@ class Blocks(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """A whole batch, which costs less than stacking items."""
-        places = numpy.array(indices)[:, None] * self.stride + numpy.arange(self.size + 1)  # (B, T + 1)
-        tokens = torch.from_numpy(self.tokens[places].astype(numpy.int64))
+        indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(self.size + 1)  # (B, T + 1)
+        tokens = torch.from_numpy(self.tokens[indices_of_tokens].astype(numpy.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
 

@@ -60,7 +60,7 @@ def complete_config(model: ModelConfig, data: DataConfig) -> None:
 
 
 class Block(nn.Module):
-    """Attention to this and former places, then a network for each place; both add to what comes in, (B, T, size)."""
+    """Attention to this and earlier positions, then a network for each; both add to what comes in, (B, T, size)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, self.block_size = config.hidden_size, config.block_size
-        self.tokens, self.places = nn.Embedding(config.vocabulary_size, size), nn.Embedding(self.block_size, size)
+        self.tokens, self.positions = nn.Embedding(config.vocabulary_size, size), nn.Embedding(self.block_size, size)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # fsdp shards them one by one
         self.norm = nn.LayerNorm(size, bias=False)
@@ -93,11 +93,11 @@ class GPT(nn.Module):
             if weight.ndim > 1:  # what adds to `hidden` begins smaller, the more layers there are
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02)
         # Forward, backward and attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-        num_weights = sum(weight.numel() for weight in self.parameters()) - self.places.weight.numel()
+        num_weights = sum(weight.numel() for weight in self.parameters()) - self.positions.weight.numel()
         self.flops_per_token = 6 * num_weights + 12 * config.num_layers * size * self.block_size
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.dropout(self.tokens(inputs) + self.places.weight[: inputs.shape[1]])  # (B, T, size)
+        hidden = self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])  # (B, T, size)
         for block in self.blocks:
             hidden = block(hidden)
         return F.linear(self.norm(hidden), self.tokens.weight)  # input and output share the embedding
@@ -131,11 +131,11 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
     """
     size: Any = model.block_size
     generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
-    rows, places = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
+    rows, offsets = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
     tokens = F.pad(tokens, (0, NUM_NEW_TOKENS + size))
     for _ in range(NUM_NEW_TOKENS):
         first = (lengths - size).clamp(min=0)  # of the window that the model sees; padding is behind the last token
-        window = tokens.gather(1, first[:, None] + places)  # (B, size)
+        window = tokens.gather(1, first[:, None] + offsets)  # (B, size)
         logits = model(window)[rows, lengths - first - 1].float()  # (B, vocabulary_size)
         noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
         # The largest sum with noise of Gumbel's distribution is a draw from the softmax.

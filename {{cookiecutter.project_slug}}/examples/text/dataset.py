@@ -92,7 +92,7 @@ class Batch(NamedTuple):
     mask: Tensor
     """(B, L) bool: True where there is a token."""
     targets: Tensor
-    """(B,) int64, the label's place in label_names."""
+    """(B,) int64, index into label_names."""
 
 
 class Sentences(Dataset[Batch]):
@@ -152,7 +152,7 @@ def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
     splits = [read_rows(root / name, config.label_names, config.max_rows) for name in names]
     if config.validation_file is None:
         rows, generator = splits[0], torch.Generator().manual_seed(config.split_seed)
-        rows = [rows[place] for place in torch.randperm(len(rows), generator=generator).tolist()]
+        rows = [rows[index] for index in torch.randperm(len(rows), generator=generator).tolist()]
         num_train = min(max(1, round(config.train_fraction * len(rows))), len(rows) - 1)
         splits[:1] = rows[:num_train], rows[num_train:]
     return splits

@@ -99,7 +99,7 @@ class Ensemble(nn.Module):
 class SentenceEncoder(nn.Module):
     """A transformer encoder whose mean over tokens is classified: (B, num_classes) logits.
 
-    A token is the sum of what stands for itself, for its place, and for the pair it makes with the token before it:
+    A token is the sum of what stands for itself, for its position, and for the pair it makes with the token before it:
     where characters are tokens, pairs of them are the next best thing to words.
     """
 
@@ -107,7 +107,7 @@ class SentenceEncoder(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.embedding = nn.Embedding(config.vocabulary_size, size, padding_idx=PADDING)
-        self.places = nn.Parameter(0.02 * torch.randn(config.max_length, size))
+        self.positions = nn.Parameter(0.02 * torch.randn(config.max_length, size))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 size, config.num_heads, 2 * size, config.dropout, F.gelu, batch_first=True, norm_first=True
@@ -125,7 +125,7 @@ class SentenceEncoder(nn.Module):
         if self.training:
             inputs = inputs.masked_fill(torch.rand(inputs.shape, device=inputs.device) < self.token_dropout, PADDING)
         hidden = self.embedding(inputs).sum(2)  # (B, L, 2, size) -> (B, L, size)
-        hidden = self.embedding_dropout(hidden + self.places[: hidden.shape[1]])
+        hidden = self.embedding_dropout(hidden + self.positions[: hidden.shape[1]])
         for layer in self.layers:
             hidden = layer(hidden, src_key_padding_mask=~mask)
         weights = mask.unsqueeze(2) / mask.sum(1)[:, None, None]  # (B, L, 1): no mean over what is padded

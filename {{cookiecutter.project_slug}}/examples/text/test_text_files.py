@@ -48,7 +48,7 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "places"),
+    ("name", "content", "locations"),
     [
         ("a.json", '[\n["a", 0],\n["b", 2],\n["c"], ["", 1],\n7]', ["line 3, row 2", "line 4, row 3", "line 4, row 4"]),
         ("a.json", '[["a", 0],\n["b" 1]]', ["line 2, row 2"]),
@@ -69,12 +69,12 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
         ("a.txt", "a\n", ["line 1"]),
     ],
 )
-def test_wrong_rows_are_told_with_file_and_line(tmp_path: Path, name: str, content: str, places: list[str]) -> None:
+def test_wrong_rows_are_told_with_file_and_line(tmp_path: Path, name: str, content: str, locations: list[str]) -> None:
     path = write(tmp_path, name, content)
     with pytest.raises(ConfigError) as refusal:
         read_rows(path, NAMES)
     lines = str(refusal.value).split("\n")
-    assert [line.rpartition(f"{path}, ")[2].partition(":")[0] for line in lines] == places
+    assert [line.rpartition(f"{path}, ")[2].partition(":")[0] for line in lines] == locations
 
 
 def test_only_the_first_of_many_wrong_rows_are_listed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -
 
     .json: [[text, label], …]; .jsonl: one such row a line; in both a row may also be {"text": …, "label": …}.
     .csv, .tsv: text and label, or any columns below a header that names `text` and `label`.
-    A label is one of `label_names`, or its place there, counted from 0.
+    A label is one of `label_names`, or its index there, counted from 0.
     """
     return _read(path, max_rows, lambda record: (_text(record), _class_id(record, label_names)))
 
@@ -43,11 +43,11 @@ def _read(path: Path, max_rows: int | None, parse: Callable[[Any], Parsed]) -> l
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
     rows, problems = [], []
-    for place, record in islice(READERS[path.suffix](content), max_rows):
+    for location, record in islice(READERS[path.suffix](content), max_rows):
         try:
             rows.append(parse(record))
         except ValueError as error:
-            problems.append(f"{path}, {place}: {error}")
+            problems.append(f"{path}, {location}: {error}")
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS - 1] += f" ({len(problems)} rows are wrong, these are the first)"
     if problems or not rows:
@@ -79,8 +79,8 @@ def _class_id(record: Any, label_names: list[str]) -> int:
         return label_names.index(name)
     if not name.isdecimal() or int(name) >= len(label_names):
         names = one_line(", ".join(label_names))
-        places = f"0 to {len(label_names) - 1}"
-        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, {places}. Add it there.")
+        numbers = f"0 to {len(label_names) - 1}"
+        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, {numbers}. Add it there.")
     return int(name)
 
 
@@ -104,13 +104,13 @@ def _read_json(content: str) -> Records:
             if rest := content[start + 1 :].strip():
                 yield f"line {line}", ValueError(f"there is more after the end of the list: {one_line(rest[:20])}")
             return
-        place = f"line {line}, row {number}"
+        location = f"line {line}, row {number}"
         try:
             record, end = decoder.raw_decode(content, start)
         except (ValueError, RecursionError) as error:
-            yield place, _refusal(error)  # where the next row begins cannot be told
+            yield location, _refusal(error)  # where the next row begins cannot be told
             return
-        yield place, record
+        yield location, record
         line, start, number = line + content.count("\n", start, end), end, number + 1
 
 
@@ -132,21 +132,21 @@ def _read_table(content: str, delimiter: str) -> Records:
     reader = csv.reader(StringIO(content), delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
-        place = f"line {reader.line_num + 1}"
+        location = f"line {reader.line_num + 1}"
         try:
             cells = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield place, ValueError(str(error))
+            yield location, ValueError(str(error))
             return
         names = [cell.strip().lower() for cell in cells]
-        if not header and {"text", "label"} & set(names) and place == "line 1":
+        if not header and {"text", "label"} & set(names) and location == "line 1":
             header = names
         elif header and len(cells) > len(header):
-            yield place, ValueError(f"{len(cells)} cells, the header has {len(header)}. Put quotes around a text.")
+            yield location, ValueError(f"{len(cells)} cells, the header has {len(header)}. Put quotes around a text.")
         elif any(names):
-            yield place, dict(zip(header, cells, strict=False)) if header else cells
+            yield location, dict(zip(header, cells, strict=False)) if header else cells
 
 
 def _read_lines(content: str) -> Records:

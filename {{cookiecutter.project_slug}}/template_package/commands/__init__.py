@@ -26,7 +26,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass
 class CommandLine:
-    """Holds the words after run.py, by kind. rest: words that only the command knows (predict's input, --json)."""
+    """Holds the parsed arguments of run.py. rest: arguments that only the command reads (predict's input, --json)."""
 
     config_path: Path
     command: str = "train"
@@ -35,7 +35,7 @@ class CommandLine:
     is_config_typed: bool = False
 
     def load_config(self) -> "Config":
-        """Return the Config from the config file and the words. Raises ConfigError.
+        """Return the Config from the config file and the arguments. Raises ConfigError.
 
         evaluate and predict read the run's own config.yaml instead, unless --config is typed or a launcher has started
         the ranks. The present file still decides name, device_ids, launch, loader and evaluation.
@@ -65,29 +65,29 @@ class CommandLine:
         return launch(run_fn, config, node, node.num_ranks)
 
 
-def parse_command_line(words: Sequence[str], default_config: Path) -> CommandLine:
-    """Sort the words into a CommandLine. Raise ConfigError for an unknown word, and SystemExit(0) after --help."""
+def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
+    """Sort the arguments into a CommandLine. Raise ConfigError for an unknown one, and SystemExit(0) after --help."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
     about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
     parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", type=Path, metavar="PATH", default=default_config)
     # torch.distributed.launch and deepspeed append it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=SUPPRESS)
-    options, others = parser.parse_known_args(words)
+    options, others = parser.parse_known_args(arguments)
     line = CommandLine(options.config, is_config_typed=options.config is not default_config)
     commands, has_command = ["train", *available_files("commands")], False
     # The shell has cut device_ids=[0, 1] at the blank.
     whole = re.sub(r"=\[[^][]*\]", lambda match: match[0].replace("\0", ""), "\0".join(others))
-    for word in filter(None, whole.split("\0")):
-        if word in commands and not has_command:
-            line.command, has_command = word, True
-        elif has_command and (word == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", word)):
-            line.rest.append(word)
-        elif has_command or line.overrides or re.search(r"[=.]|^-", word):
-            line.overrides.append(word)
+    for argument in filter(None, whole.split("\0")):
+        if argument in commands and not has_command:
+            line.command, has_command = argument, True
+        elif has_command and (argument == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", argument)):
+            line.rest.append(argument)
+        elif has_command or line.overrides or re.search(r"[=.]|^-", argument):
+            line.overrides.append(argument)
         else:
             remedy = f"Set a value by key=value; copy a missing tool, {Path(__file__).parent}/NAME, from the template."
-            raise ConfigError(f"{one_line(word)}: no such command; there are {', '.join(commands)}. {remedy}")
+            raise ConfigError(f"{one_line(argument)}: no such command; there are {', '.join(commands)}. {remedy}")
     if line.rest and line.command in ("train", "evaluate", "smoke", "benchmark"):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only.")
     return line

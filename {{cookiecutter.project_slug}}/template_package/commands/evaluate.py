@@ -35,24 +35,24 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     with rank_logs(directory, context):
         state, strategy, datasets = restore(path, config, context, lambda: build_datasets(config, context))
         if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
-            words = "%s was trained with other values: %s. It may have seen samples of this split."
-            logger.warning(words, path, "; ".join(lines))
+            message = "%s was trained with other values: %s. It may have seen samples of this split."
+            logger.warning(message, path, "; ".join(lines))
         splits, split = dict(zip(("train", "validation", "test"), datasets, strict=False)), config.evaluation.split
         if split not in splits:
             raise ConfigError(f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only.")
         evaluator = Evaluator(splits[split], split, config, context)
         with hang_watch(context, config.launch, directory):
             values = evaluator.run(strategy)
-        report = evaluator.write_report(directory, path.stem, state["step"])
+        report_path = evaluator.write_report(directory, path.stem, state["step"])
         strategy.close()
         result = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"], **values}
         if context.is_main:
             write_json(directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples})
-            if report is not None and "report" in available_files("commands"):
-                logger.info("%s", import_module(".report", __package__).class_table(report))
+            if report_path is not None and "report" in available_files("commands"):
+                logger.info("%s", import_module(".report", __package__).class_table(report_path))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            words = "%s (step %d), %s split (%d samples): %s"
-            logger.info(words, path, state["step"], split, evaluator.num_samples, figures)
+            message = "%s (step %d), %s split (%d samples): %s"
+            logger.info(message, path, state["step"], split, evaluator.num_samples, figures)
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
@@ -76,12 +76,12 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
     """Return the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
 
     def find() -> Path:
-        checkpoints, word = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint
+        checkpoints, choice = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint
         last = next(iter(checkpoints.newest_first()), checkpoints.folder / "step_*.pt")
-        path = {"best": checkpoints.best, "last": last}.get(word, Path(word))
+        path = {"best": checkpoints.best, "last": last}.get(choice, Path(choice))
         if not path.exists():
             remedy = "Train first, or choose another name=…; without evaluations set evaluation.checkpoint=last."
-            raise ConfigError(f"evaluation.checkpoint={word}: there is no {path}. {remedy}")
+            raise ConfigError(f"evaluation.checkpoint={choice}: there is no {path}. {remedy}")
         return path
 
     return Path(from_main(find))

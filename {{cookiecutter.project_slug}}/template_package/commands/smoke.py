@@ -68,7 +68,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
     return int(evaluation["num_samples"])
 
 
-def _run(task: str, words: list[str], command: str = "train") -> None:
+def _run(task: str, arguments: list[str], command: str = "train") -> None:
     """Run run.py with its runs in the scratch folder. Raise AssertionError with its last lines if it fails."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -76,8 +76,8 @@ def _run(task: str, words: list[str], command: str = "train") -> None:
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", RUNS_FOLDER: str(FOLDER / "runs")}
     log = FOLDER / "log.txt"
     with log.open("ab") as file:
-        words = [sys.executable, str(script), command, *words]
-        code = subprocess.call(words, env=environment, stdout=file, stderr=file, timeout=300)
+        command_line = [sys.executable, str(script), command, *arguments]
+        code = subprocess.call(command_line, env=environment, stdout=file, stderr=file, timeout=300)
     last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
     assert code == 0, "\n".join([f"{task}: exit code {code}", *last_lines])
 

@@ -59,7 +59,7 @@ class Request:
     num_samples: int  # how many samples count: all of them, or 0 if the batch only keeps this rank in step with others
     weight: float  # in training: the part of the global batch, times world_size; in evaluation: num_samples
     is_last: bool
-    place: Any = None  # in a stream: where to begin reading; in the answer, where it ended
+    cursor: Any = None  # in a stream: where to begin reading; in the answer, where it ended
 
 
 class MicroBatch(NamedTuple):
@@ -148,7 +148,7 @@ def check_dataset(dataset: Any, name: str) -> int:
 class TrainLoader:
     """Reads this rank's micro-batches, step by step, from any position on and without end."""
 
-    place: Any = None  # what a stream's checkpoint must hold besides epoch and position
+    cursor: Any = None  # what a stream's checkpoint must hold besides epoch and position
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,

@@ -1,7 +1,7 @@
 """Reads a training set without a length (a stream). Each rank, and each of its workers, reads its own part of it.
 
 For the rest of the package a stream is one epoch without end. Here it has passes: when all parts have ended, a new
-pass begins. A checkpoint holds the place of each rank in its parts.
+pass begins. A checkpoint holds the cursor of each rank in its parts.
 """
 
 import logging
@@ -41,15 +41,15 @@ class StreamLoader(TrainLoader):
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
-        """Let the next step begin at `self.place`. The arguments are not used."""
+        """Let the next step begin at `self.cursor`. The arguments are not used."""
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """Read a micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
-        self.place = self.place or beginning
-        if (former := self.place["split"]) != (present := beginning["split"]):
+        self.cursor = self.cursor or beginning
+        if (former := self.cursor["split"]) != (present := beginning["split"]):
             remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
             raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
         if self._first is None or self._first.request.num_samples > self.micro_batch_size:
@@ -59,25 +59,25 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the place where this pass begins: of each part of this rank (one per worker), and whose turn it is."""
+        """Return the cursor at the beginning of a pass: this rank's parts (one per worker), and whose turn it is."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
-    def _read(self, place: dict[str, Any]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches from `place` to the end of the pass, each with the place after it."""
-        parts = [*place["parts"]]
+    def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches from `cursor` to the end of the pass, each with the cursor after it."""
+        parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:
-            for number in count():  # a worker's first request names its place; before the turn, it asks for no item
-                part, size = place["parts"][number] if number < len(parts) else None, self.micro_batch_size
-                yield Request(place["pass"], [], [], size * (number >= place["turn"]), 0.0, False, part)
+            for number in count():  # a worker's first request names its cursor; before the turn, it asks for no item
+                part, size = cursor["parts"][number] if number < len(parts) else None, self.micro_batch_size
+                yield Request(cursor["pass"], [], [], size * (number >= cursor["turn"]), 0.0, False, part)
 
-        self._reader.fetcher.set_epoch(place["pass"])  # Hugging Face's workers share it: not all of them at once
+        self._reader.fetcher.set_epoch(cursor["pass"])  # Hugging Face's workers share it: not all of them at once
         for number, answer in enumerate(self._reader.read(requests())):
-            parts[number % len(parts)] = answer.request.place
-            answer.request.place = place | {"turn": (number + 1) % len(parts), "parts": [*parts]}
+            parts[number % len(parts)] = answer.request.cursor
+            answer.request.cursor = cursor | {"turn": (number + 1) % len(parts), "parts": [*parts]}
             if answer.request.num_samples:
                 yield answer
             if all(part["is_over"] for part in parts):
@@ -86,17 +86,17 @@ class StreamLoader(TrainLoader):
     def _steps(self, first: MicroBatch) -> Iterator[MicroBatch]:
         num_pieces = self.global_batch_size // self._context.world_size // self.micro_batch_size
         idle = first._replace(request=replace(first.request, num_samples=0))
-        micro_batches = self._read(self.place)
+        micro_batches = self._read(self.cursor)
         while True:
             pieces = [*islice(micro_batches, num_pieces)]
             total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
             if total == 0:  # on all ranks
-                if self.place == self._beginning(number := self.place["pass"]):
+                if self.cursor == self._beginning(number := self.cursor["pass"]):
                     raise ConfigError("the training set has no items in its second pass: __iter__ must begin anew.")
-                self.place = self._beginning(number + 1)
-                micro_batches = self._read(self.place)
+                self.cursor = self._beginning(number + 1)
+                micro_batches = self._read(self.cursor)
                 continue
-            self.place = pieces[-1].request.place if pieces else self.place
+            self.cursor = pieces[-1].request.cursor if pieces else self.cursor
             pieces += [idle] * (num_pieces - len(pieces))
             for number, (batch, request) in enumerate(pieces, start=1):
                 weight = request.num_samples * self._context.world_size / total
@@ -130,35 +130,35 @@ class PartFetcher(Fetcher):
 
     def _read(self, request: Request) -> Any:
         with loader.generators_restored():
-            if request.place is not None:
-                self._place, self._items = request.place, self._read_part(request.place, request.epoch)
+            if request.cursor is not None:
+                self._cursor, self._items = request.cursor, self._read_part(request.cursor, request.epoch)
             items = [*islice(self._items, request.num_samples)]
             batch = loader._collate(items) if items else None
         if self._has_state and request.num_samples:
-            self._place = self._place | {"state": deepcopy(self._dataset.state_dict())}
-        request.num_samples, request.place = len(items), self._place
+            self._cursor = self._cursor | {"state": deepcopy(self._dataset.state_dict())}
+        request.num_samples, request.cursor = len(items), self._cursor
         return batch
 
-    def _read_part(self, place: dict[str, Any], epoch: int) -> Iterator[Any]:
-        (part, num_parts), num_former, started_at = place["part"], place["num_read"], time.perf_counter()
+    def _read_part(self, cursor: dict[str, Any], epoch: int) -> Iterator[Any]:
+        (part, num_parts), num_former, started_at = cursor["part"], cursor["num_read"], time.perf_counter()
         if self._has_state:
-            self._dataset.load_state_dict(deepcopy(place.get("state", self._beginning)))
+            self._dataset.load_state_dict(deepcopy(cursor.get("state", self._beginning)))
         if not self._is_sharded:
             _utils.worker._worker_info = None  # a data set that splits its items among workers would split them again
-        items = iter(() if place["is_over"] else self._dataset)
+        items = iter(() if cursor["is_over"] else self._dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:
-                words = "found the place in the stream in %.1f seconds, by reading all that comes before it"
-                logger.info(words, time.perf_counter() - started_at)
+                message = "found the place in the stream in %.1f seconds, by reading all that comes before it"
+                logger.info(message, time.perf_counter() - started_at)
             # The first item alike in all parts: __iter__ begins with it, and may shuffle the files.
             number = index * num_parts + part if self._is_sharded and index else index
             loader.seed_generators(loader.derive_seed(self._seed, epoch, number), ("python", "numpy", "torch"))
             if (item := next(items, self)) is self:
                 break
             if index >= num_former and (self._is_sharded or index % num_parts == part):
-                self._place = self._place | {"num_read": index + 1}
+                self._cursor = self._cursor | {"num_read": index + 1}
                 yield item
-        self._place = self._place | {"is_over": True}
+        self._cursor = self._cursor | {"is_over": True}
 
 
 def _has(layer: Any, name: str) -> bool:

@@ -201,7 +201,7 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """Return a lock, or None if another process has it. Closing it or the end of the process and its forks frees it."""
+    """Return a lock on the name, or None if another process has it. It lasts until this process and its forks end."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out

@@ -30,7 +30,7 @@ class RankContext:
     node_rank: int = 0
     store: Any = None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
     attempt: int = 0  # restarts before this start of the ranks
-    report: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
+    report_failure: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({socket.gethostname()}, {self.device})"

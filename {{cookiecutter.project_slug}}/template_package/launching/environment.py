@@ -56,8 +56,8 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
         rank, world_size, local_rank, num_tasks, port = read_numbers(environment, TORCHRUN)
         node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // num_tasks)
         address, attempt = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("TORCHELASTIC_RESTART_COUNT", 0)
-        place = rank, world_size, local_rank, num_tasks, node_rank, address, port
-        return Launched(launcher, *place, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        fields = rank, world_size, local_rank, num_tasks, node_rank, address, port
+        return Launched(launcher, *fields, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if launcher == "srun":
         rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
         counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "2(x3),1"
@@ -67,8 +67,8 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
             command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
             address = re.findall(r"NodeAddr=(\S+)", subprocess.check_output(command, text=True, timeout=30))[0]
         port = launch.master_port or port_for(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}")
-        place = rank, world_size, local_rank, tasks[node_rank], node_rank, address, port
-        return Launched(launcher, *place, int(environment.get("SLURM_RESTART_COUNT", 0)))
+        fields = rank, world_size, local_rank, tasks[node_rank], node_rank, address, port
+        return Launched(launcher, *fields, int(environment.get("SLURM_RESTART_COUNT", 0)))
     return import_module(".horovodrun", __package__).find(environment, launch) if launcher else None
 
 

@@ -60,8 +60,8 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
     """Run run_fn(rank, world_size, config) once per rank, and return the exit code: 0, 1, 2, 130 or 143."""
     devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
     num_ranks = launched.local_world_size if launched else world_size  # on this node
-    places = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
-    contexts = [RankContext(*place, tuple(node.devices.notes), processes.STARTED_AT) for place in places]
+    arguments = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
+    contexts = [RankContext(*values, tuple(node.devices.notes), processes.STARTED_AT) for values in arguments]
     if launched is not None:
         context = replace(contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank)
         context = replace(context, attempt=launched.attempt, store=node.store)
@@ -128,7 +128,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
     code = 0
     try:
-        distributed.current = replace(context, report=fail)
+        distributed.current = replace(context, report_failure=fail)
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # NCCL's collectives use the current one
         if config.launch.debug:

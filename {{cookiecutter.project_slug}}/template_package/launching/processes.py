@@ -173,7 +173,7 @@ def raise_stop(number: int) -> NoReturn:
 
 @contextmanager
 def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` inside this context: with SIGINT at Ctrl-C, with SIGTERM at any other stop signal."""
+    """Let stop signals call `handle` inside this context: with SIGINT for Ctrl-C, with SIGTERM for all others."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)

@@ -106,7 +106,7 @@ class Strategy:
         return clip_grad_norm_(self._parameters, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of model, optimizer and scaler on the CPU. All ranks must call it; rank 0's is whole."""
+        """Return model, optimizer and scaler state on the CPU. All ranks must call it; only rank 0's is complete."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Asked before its first step, the function would make that step itself (AdamW would then count one too many).

@@ -117,7 +117,7 @@ class Tracking:
             self._bar.set_postfix_str(figures, refresh=False)
 
     def log(self, step: int) -> MediaLog:
-        """Return the MediaLog of this step, for functions of model.py."""
+        """Return the MediaLog of this step, which after_step() and on_evaluation_end() of model.py get as `log`."""
         return MediaLog(step, self._media, self._call_trackers)
 
     def advance(self, step: int) -> None:
@@ -141,8 +141,8 @@ class Tracking:
             except Exception as error:
                 del self._trackers[name]
                 remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""
-                words = "warning: logging.tracker=%s has failed (%s) and is left out; metrics.jsonl goes on.%s"
-                logger.warning(words, name, " ".join(str(error).split()), remedy)
+                message = "warning: logging.tracker=%s has failed (%s) and is left out; metrics.jsonl goes on.%s"
+                logger.warning(message, name, " ".join(str(error).split()), remedy)
 
 
 def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:
@@ -185,8 +185,8 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
         stdout = stderr = log = lines_to(file)
         package.handlers = [logging.StreamHandler(log)]
         package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-        place = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
-        logger.info("host=%s pid=%d %s", socket.gethostname(), os.getpid(), " ".join(place))
+        rank_info = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
+        logger.info("host=%s pid=%d %s", socket.gethostname(), os.getpid(), " ".join(rank_info))
         if context.is_main:
             sys.stdout.flush()
             package.addHandler(logging.StreamHandler(lines_to(_Output(1))))

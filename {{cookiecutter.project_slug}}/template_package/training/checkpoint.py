@@ -160,8 +160,8 @@ def load_run(
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
         if former != progress.num_samples:
-            words = f"was begun with {former} training samples, and there are {progress.num_samples} now"
-            raise ConfigError(f"name={config.name}: {words}. {CONTINUE}")
+            problem = f"was begun with {former} training samples, and there are {progress.num_samples} now"
+            raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
         if average is not None:  # if ema_decay was set since, the average begins with the weights
@@ -174,13 +174,13 @@ def load_run(
 
 
 def collect_state(
-    strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None, place: Any
+    strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None, cursor: Any
 ) -> dict[str, Any] | None:
     """Return the content of a checkpoint on rank 0, None on the others. All ranks must call it."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
-    packed = gather_objects(pack(get_random_states(*strategy.context.devices) | {"place": place}))
+    packed = gather_objects(pack(get_random_states(*strategy.context.devices) | {"cursor": cursor}))
     return None if packed is None else state | {"random_states": [unpack(content) for content in packed]}
 
 

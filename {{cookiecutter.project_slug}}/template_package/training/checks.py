@@ -109,8 +109,8 @@ class MemoryLimit:
             raise StopRun(OUT_OF_MEMORY) from error
 
     def _halve(self, error: RuntimeError) -> None:
-        words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
-        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in words):
+        phrases = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+        if not isinstance(error, torch.OutOfMemoryError) and not any(phrase in str(error) for phrase in phrases):
             raise error
         former = self._loader.micro_batch_size
         if former == 1:

@@ -101,9 +101,9 @@ class Evaluator:
         # The precision of 16 bits, fp32 and TF32. A fresh model's samples have nearly equal losses, which hides much.
         tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
-            words = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
+            message = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
             remedy = "For tokens or class weights define loss_weight(); all terms must be means over the same: README."
-            logger.warning(words, whole["loss"], halves, remedy)
+            logger.warning(message, whole["loss"], halves, remedy)
         if others := ", ".join(sorted(self._values.keys() - {*whole, CONFUSION_MATRIX})):
             logger.warning("warning: no single number, so not recorded (try ClasswiseWrapper): %s", others)
         if metric not in whole:

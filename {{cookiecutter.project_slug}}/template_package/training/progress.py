@@ -95,7 +95,7 @@ class Progress:
             epoch = position = 0
         steps = epoch * -(-self.num_samples // size) + position // size
         counts = {"step": steps, "epoch": epoch, "position": position - position % size}
-        random_states = [own | {"place": None} for own in state["random_states"]]
+        random_states = [own | {"cursor": None} for own in state["random_states"]]
         return state | counts | {"best": None, "early_stopping": {"best_epoch": epoch}, "random_states": random_states}
 
 

@@ -135,5 +135,5 @@ def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_
         time.sleep(2 * interval)  # the other ranks notice it too, and must write their stacks before they are killed
         problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"
         stacks = f"{directory}/logs/rank_*.log hold the stacks of all ranks"
-        context.report(f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1)
+        context.report_failure(f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1)
         os._exit(1)

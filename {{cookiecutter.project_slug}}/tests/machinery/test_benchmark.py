@@ -165,7 +165,7 @@ def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
     typed = ["--config=big.yaml", "data.name=a b", "device_ids=auto", "training.compile=true"]
     for row, summary in zip(rows, summarize(rows, typed), strict=True):
         *words, ids, strategy, precision, compiles = shlex.split(summary["command"])
-        assert words == ["python", "run.py", *typed] and row.words == [ids, strategy, precision, compiles]
+        assert words == ["python", "run.py", *typed] and row.arguments == [ids, strategy, precision, compiles]
         assert ids == f"device_ids={'0' if row.name == 'one device' else '0,2,5'}"
         assert strategy == f"strategy={'ddp' if row in rows[:4] else row.name}"
         assert compiles == f"training.compile={str(row.name == 'ddp, compile').lower()}"
@@ -175,7 +175,7 @@ def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
 def test_single_gpu_has_the_rows_that_fit() -> None:
     rows = plan_rows(["4"])
     assert [row.name for row in rows] == ["one device", "one device, 16-bit", "one device, compile"]
-    assert all(row.words[:2] == ["device_ids=4", "strategy=ddp"] for row in rows)
+    assert all(row.arguments[:2] == ["device_ids=4", "strategy=ddp"] for row in rows)
 
 
 def row_of(name: str, seconds: list[float], final_loss: float = 1.0) -> Row:

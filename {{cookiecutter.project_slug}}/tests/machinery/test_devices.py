@@ -345,8 +345,8 @@ def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.Monk
     nodes: dict[int, launcher.Node] = {}
 
     def join(rank: int) -> None:
-        place = Launched("srun", rank, 2, rank, 2, 0, "127.0.0.1", 29500)
-        nodes[rank] = launcher._join(config, place, {"CUDA_VISIBLE_DEVICES": str(rank)})
+        launched = Launched("srun", rank, 2, rank, 2, 0, "127.0.0.1", 29500)
+        nodes[rank] = launcher._join(config, launched, {"CUDA_VISIBLE_DEVICES": str(rank)})
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:

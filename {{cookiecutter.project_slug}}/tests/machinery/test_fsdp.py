@@ -91,12 +91,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(8, 16), nn.Parameter(0.1 * torch.randn(6, 16))
+        self.tokens, self.positions = nn.Embedding(8, 16), nn.Parameter(0.1 * torch.randn(6, 16))
         self.blocks = nn.ModuleList([Block() for _ in range(2)])
         self.convolution, self.norm, self.head = nn.Conv1d(16, 16, 3), nn.LayerNorm(16), nn.Linear(16, 2)
 
     def forward(self, inputs):
-        values = self.tokens((2 * inputs).long().clamp(-4, 3) + 4) + self.places
+        values = self.tokens((2 * inputs).long().clamp(-4, 3) + 4) + self.positions
         for block in self.blocks:
             values = block(values)
         values = self.convolution(values.transpose(1, 2)).float().mean(2)

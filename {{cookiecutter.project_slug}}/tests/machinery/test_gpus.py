@@ -104,8 +104,8 @@ def test_memory_and_users_of_each_gpu_are_told() -> None:
 def test_cuda_i_is_the_gpu_that_nvml_names() -> None:
     visible = find_gpus(os.environ).visible
     assert len(visible) == torch.cuda.device_count() > 0
-    for place, gpu in enumerate(visible):
-        assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(place).uuid}"
+    for index, gpu in enumerate(visible):
+        assert gpu.uuid == f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 # Locks

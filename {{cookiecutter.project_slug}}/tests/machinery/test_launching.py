@@ -81,11 +81,11 @@ def test_world_size_is_the_number_of_devices() -> None:
 
 
 def test_place_of_a_rank_is_read_from_every_launcher() -> None:
-    place = find_launcher(TORCHRUN, LaunchConfig())
-    assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
+    launched = find_launcher(TORCHRUN, LaunchConfig())
+    assert launched == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
     under_deepspeed = {name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")}
-    place = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
-    assert place == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234)
+    launched = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
+    assert launched == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234)
     assert find_launcher(SRUN, MEETING) == Launched("srun", 3, 4, 0, 2, 2, "10.0.0.1", 29500)
     # A shell on a node (srun --pty) is one task: there the ranks are started here.
     assert find_launcher(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()) is None
@@ -125,8 +125,8 @@ def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.Monk
 
 def rank(number: int, port: int, **variables: str) -> dict[str, str]:
     """The environment that torchrun gives one of two ranks."""
-    place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
+    rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
 
 
 def free_port() -> int:

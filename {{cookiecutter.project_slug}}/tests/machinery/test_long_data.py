@@ -47,9 +47,9 @@ def test_long_order_holds_each_index_once_and_any_part_is_computed_alone(num_sam
 
 def test_long_order_looks_like_chance() -> None:
     num_samples = 1_000_003
-    places = torch.arange(num_samples)
-    first, second = (long_order(places, num_samples, seed).double() for seed in (1, 2))
-    for a, b in ((first, second), (first, places.double()), (first[1:], first[:-1]), (first[1000:], first[:-1000])):
+    indices = torch.arange(num_samples)
+    first, second = (long_order(indices, num_samples, seed).double() for seed in (1, 2))
+    for a, b in ((first, second), (first, indices.double()), (first[1:], first[:-1]), (first[1000:], first[:-1000])):
         # The correlation of independent numbers has a standard deviation of 0.001.
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1].item()) < 0.005
     chance = len(set(torch.randperm(num_samples, generator=torch.Generator().manual_seed(0)).diff().tolist()))

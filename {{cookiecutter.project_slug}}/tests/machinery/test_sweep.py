@@ -197,7 +197,7 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
     monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
     line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
     runner = commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {})))
-    config = load_config(ROOT / "config.yaml", runner.list_words(commands_sweep.Run("a", {"seed": "1"})))
+    config = load_config(ROOT / "config.yaml", runner.list_arguments(commands_sweep.Run("a", {"seed": "1"})))
     assert (runner.num_slots, config.device_ids) == expected
     assert config.launch.wait_minutes > 60 * 24, "a run waits for GPUs that others use"
     assert commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, at_once=9)).num_slots == 9

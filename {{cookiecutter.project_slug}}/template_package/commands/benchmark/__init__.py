@@ -60,7 +60,7 @@ class Row:
     """One way to train, with its results: its runs, or the reason why there are none."""
 
     name: str
-    words: list[str]  # key=value
+    arguments: list[str]  # key=value
     runs: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
 
@@ -91,18 +91,18 @@ def main(line: CommandLine) -> int:
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     options = vars(config)["benchmark"]
-    words = ["--config", str(line.config_path), *line.overrides, *SETTINGS]
-    words += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
-    words += [f"logging.every_steps={max(1, options.steps // 10)}"]
+    arguments = ["--config", str(line.config_path), *line.overrides, *SETTINGS]
+    arguments += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
+    arguments += [f"logging.every_steps={max(1, options.steps // 10)}"]
     with run_lock(folder):
         try:
             with stop_signals_call(raise_stop):
-                _run_rounds(rows, words, options.rounds, folder)
+                _run_rounds(rows, arguments, options.rounds, folder)
         except StopRun as stop:
             exit_code = stop.code
         shutil.rmtree(folder / "run", ignore_errors=True)
         report: dict[str, Any] = {"name": config.name, "steps": options.steps, "rounds": options.rounds}
-        report["rows"] = summarize(rows, [word for word in sys.argv[1:] if not word.startswith("benchmark")])
+        report["rows"] = summarize(rows, [text for text in sys.argv[1:] if not text.startswith("benchmark")])
         idle = [row for row in rows if row.reason or not row.runs]
         report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
         write_json(folder / "benchmark.json", report)
@@ -110,20 +110,20 @@ def main(line: CommandLine) -> int:
     return exit_code or int(not report["rows"])
 
 
-def _run_rounds(rows: list[Row], words: list[str], num_rounds: int, folder: Path) -> None:
+def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
     """Run each row once a round, so that other load affects all rows equally. Skip rows that have failed."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
             print(f"round {number + 1} of {num_rounds}: {row.name}", flush=True)
-            _run_once(row, words, folder)
+            _run_once(row, arguments, folder)
 
 
-def _run_once(row: Row, words: list[str], folder: Path) -> None:
+def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
     """Train once and add the figures to row.runs. If the training fails, set row.reason to the cause and its log."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
-    with start_run([*words, *row.words], folder, log) as process:
+    with start_run([*arguments, *row.arguments], folder, log) as process:
         try:
             process.wait()
         finally:
@@ -135,11 +135,11 @@ def _run_once(row: Row, words: list[str], folder: Path) -> None:
         row.reason = f"{find_reason(log, process.returncode)} ({log.name})"
 
 
-def start_run(words: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start `python run.py` with its runs in `folder` and its output in `log`. It dies with this process."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[3] / "run.py"), *words],
+            [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)},
             start_new_session=True,  # Ctrl-C reaches this process alone, which stops its runs
             preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no other thread holds a lock
@@ -166,9 +166,9 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return for each row that ran its medians, its `speed_up` over the first row, and the command to repeat it.
+    """Return medians over the runs of each row that ran, its `speed_up` over the first of them, and its command.
 
-    is_loss_wrong: the row learned less than half as much as the first, or its loss is NaN. typed: words of the command.
+    is_loss_wrong: its loss fell less than half as far as the first row's, or is NaN. typed: the user's arguments.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):
@@ -178,7 +178,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
         # Dropout draws other numbers on other ranks, which alone makes a fifth in the steep beginning of a training.
         gain = max(0.0, base["first_loss"] - base["final_loss"])
         limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
-        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *typed, *row.words])}
+        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *typed, *row.arguments])}
         entry |= {"spread": (max(times) - min(times)) / median(times), "runs": row.runs}
         entry |= {"speed_up": base["seconds_per_step"] / entry["seconds_per_step"]}
         entry |= {"is_loss_wrong": not entry["final_loss"] <= limit}

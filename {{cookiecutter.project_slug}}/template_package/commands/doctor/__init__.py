@@ -138,7 +138,7 @@ def check_open_files(_: Machine) -> Iterator[Finding]:
 
 
 def check_disk(_: Machine) -> Iterator[Finding]:
-    """Check that the disk of runs/ can be written, and how much space it has."""
+    """Check that the disk of runs/ can be written to and has free space."""
     runs = run_directory("any").parent
     folder = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -156,9 +156,9 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
         for index, directory in enumerate(directories):
-            for place, (split, lines) in enumerate(read_metrics(directory).items()):
+            for split_index, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):
-                    title, style = (key, place) if is_single else (f"{split}: {key}", index)
+                    title, style = (key, split_index) if is_single else (f"{split}: {key}", index)
                     axes = figures[title].gca()
                     axes.set(title=title, xlabel="step")
                     steps, values = zip(*((line["step"], line[key]) for line in lines if key in line), strict=True)

@@ -106,11 +106,11 @@ class Sweep(BaseModel, extra="forbid"):
         elif self.search:
             generator, space = random.Random(self.seed), self.search.space.items()  # more trials: the same ones first
             wanted = [{key: draw(way, generator) for key, way in space} for _ in range(self.search.trials)]
-        return list({repr(settings): settings for settings in map(as_words, wanted)}.values())
+        return list({repr(settings): settings for settings in map(as_arguments, wanted)}.values())
 
 
 def draw(way: Range | list[Any], generator: random.Random) -> Any:
-    """Draw a random value from a range or list, rounded to 4 significant digits, so that a person can type it."""
+    """Draw a value from a list or range. A float gets 4 significant digits, so that a person can type it."""
     if isinstance(way, list):
         return generator.choice(way)
     low, high = (math.log(way.low), math.log(way.high)) if way.log else (way.low, way.high)
@@ -119,10 +119,10 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
     return round(value) if way.is_whole else min(max(float(f"{value:.4g}"), way.low), way.high)
 
 
-def as_words(settings: dict[str, Any]) -> dict[str, str]:
+def as_arguments(settings: dict[str, Any]) -> dict[str, str]:
     """Return the settings under dotted keys, with each value as text for the command line."""
-    words = dotted(settings).items()
-    return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in words}
+    items = dotted(settings).items()
+    return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in items}
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -168,8 +168,8 @@ class SweepRunner:
         num_gpus = len(find_gpus(os.environ).visible)
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
-        words = [self.list_words(Run("run", settings)) for settings in sweep.list_settings()]
-        config, *_ = [load_config(line.config_path, own) for own in words]
+        arguments = [self.list_arguments(Run("run", settings)) for settings in sweep.list_settings()]
+        config, *_ = [load_config(line.config_path, own) for own in arguments]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
         self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # 1 if a run names its GPUs or takes all free ones
@@ -207,10 +207,11 @@ class SweepRunner:
         self.runs.append(run)
         return run
 
-    def list_words(self, run: Run) -> list[str]:
+    def list_arguments(self, run: Run) -> list[str]:
         """Return the settings of the run's command line."""
-        words = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
-        return [*words, *(f"{key}={value}" for key, value in as_words(run.settings).items()), f"name={run.name}"]
+        arguments = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
+        settings = as_arguments(run.settings).items()
+        return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]
 
     def run_all(self) -> int:
         """Start runs until all have ended or a signal asks to stop, and return the exit code."""
@@ -242,8 +243,8 @@ class SweepRunner:
     def describe(self, run: Run) -> str:
         """Return the run's name, step, time left and last metrics, read from its log."""
         log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
-        place, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
-        return ", ".join([run.name, *(place[-1] if place else ()), *metrics[-1:]])
+        progress, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
+        return ", ".join([run.name, *(progress[-1] if progress else ()), *metrics[-1:]])
 
     def fill_slots(self) -> bool:
         """Start waiting runs in free slots; return whether any run is running."""
@@ -260,7 +261,7 @@ class SweepRunner:
         run.status, log = "running", self.folder / f"{run.name}.log"
         self.write()
         tqdm.write(f"{run.name}: begins, see {log}")
-        process = start_run(["--config", str(self.line.config_path), *self.list_words(run)], self.folder, log)
+        process = start_run(["--config", str(self.line.config_path), *self.list_arguments(run)], self.folder, log)
         if self.is_on_cpu and sys.platform == "linux":  # threads of two runs on one core would wait for each other
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(process.pid, cores[slot :: self.num_slots] or cores)

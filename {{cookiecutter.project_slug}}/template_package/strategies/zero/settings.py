@@ -48,8 +48,8 @@ def build_settings(options: Options, max_norm: float | None, precision: str, num
     try:
         deepspeed.DeepSpeedConfig(deepcopy(settings))
     except Exception as error:  # of several kinds
-        words = " ".join(str(error).split())[:200]
-        raise ConfigError(f"deepspeed.extra={one_line(options.extra)}: DeepSpeed refuses it: {words}") from None
+        message = " ".join(str(error).split())[:200]
+        raise ConfigError(f"deepspeed.extra={one_line(options.extra)}: DeepSpeed refuses it: {message}") from None
     return settings
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions, version
 from pathlib import Path
 
-from measuring import Measurement
+from measure import Measurement
 from plan import AGAIN, BARE, OURS, PEERS, ROWS, TRANSFORMERS, TUNED
 
 LIBRARIES = ("torch", "accelerate", "lightning")

@@ -204,5 +204,5 @@ def free_ports(number: int) -> list[int]:
 def own_cores(number: int) -> list[tuple[str, ...]]:
     """Words in front of commands that give several hosts on this machine cores of their own, as real ones have."""
     cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[place::number] or cores for place in range(number)]
+    shares = [cores[index::number] or cores for index in range(number)]
     return [("taskset", "--cpu-list", ",".join(map(str, share))) for share in shares]
