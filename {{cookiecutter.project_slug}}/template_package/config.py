@@ -27,7 +27,7 @@ def parse_device_ids(value: object) -> str | list[int | str]:
     value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … devices.py checks whether a GPU exists.
     """
     entries = value if isinstance(value, list) else str(value).split(",")
-    text = ",".join(str(entry).strip() for entry in entries)
+    text = ",".join(str(entry).strip() for entry in entries).replace("，", ",")  # noqa: RUF001 - of a Chinese keyboard
     if re.fullmatch("auto(:[1-9][0-9]{0,3})?", text):
         return text
     if re.fullmatch("mps|cpu(,cpu){0,255}|[0-9]{1,9}(,[0-9]{1,9}){0,255}", text):
@@ -43,6 +43,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
+OF_RUN = {"remedy": "Write fractions of the run: epoch 30 of 90 is 0.3333."}
 OTHERS = {"remedy": "Others come with the template: copy their file."}
 if TYPE_CHECKING:
     StrategyName = str
@@ -100,7 +101,7 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "step", "plateau", "one_cycle"] = "cosine"
     warmup_steps: Count | BelowOne = 0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
     min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
-    milestones: list[BelowOne] = field(default_factory=lambda: [0.5, 0.75])  # for step: fractions of the run
+    milestones: list[BelowOne] = field(default_factory=[0.5, 0.75].copy, metadata=OF_RUN)  # for step: parts of the run
     decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # for step and plateau: factor of each drop
     patience: Count = 3  # for plateau: evaluations without a better metric that are tolerated before a drop
 
@@ -270,7 +271,7 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator
             if isinstance(section_settings, dict):
                 yield from _check_keys(section_settings, types[name], f"{key}.")
             else:
-                yield f"{key}={one_line(value)}: {key} is a section. Set its keys: {key}.KEY=VALUE"
+                yield f"{key}={one_line(value)}: {key} is a section. Set {our_word(key, str(value)) or f'{key}.KEY=…'}"
         elif "${" in str(value):
             yield f"{key}={one_line(value)}: ${{…}} is not replaced by anything. Write the value itself."
         elif isinstance(value, str) and _takes_list(types[name]):
@@ -290,8 +291,7 @@ def _unknown_key(key: str, value: Any) -> str:
     known = {other: other.rpartition(".")[2] for other, _ in all_keys()}
     alike = get_close_matches(last, known.values(), n=1, cutoff=0.7)  # epoch=3
     close = get_close_matches(key, [other for other, name in known.items() if name in alike], n=1, cutoff=0)
-    meant = None if last in alike else our_word(key, typed)
-    meant = meant or (f"{close[0]}={typed}" if close else None)
+    meant = our_word(key, typed) or (f"{close[0]}={typed}" if close else None)
     own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
     return f"{one_line(key)}={typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
 

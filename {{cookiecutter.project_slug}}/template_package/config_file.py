@@ -66,7 +66,7 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
         ours = []
         for typed, values in pairs:
             key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
-            ours.append(f"{full[key]}={value}" if key in full else our_word(key, value) or f"{key}={value}")
+            ours.append(our_word(key, value) or f"{full.get(key, key if '.' in key else f'model.{key}')}={value}")
         raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {' '.join(ours)}.")
     for argument in overrides:
         key, _, text = argument.partition("=")

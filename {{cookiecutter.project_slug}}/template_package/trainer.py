@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from . import model as user_model
-from .config import Config
+from .config import Config, differing_keys, to_dict
 from .data import build_datasets, create_loader
 from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_initial_weights, load_run, read_on_main
+from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_run, load_weights, read_once
 from .training.checks import MemoryLimit, check_finite, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_on_epoch_begin, figures_of, tell_of_names
@@ -55,7 +55,7 @@ class Trainer:
         with context.local_rank_first("model"):
             model = user_model.build_model(config.model).train()
         if config.checkpoint.initial_weights is not None:
-            load_initial_weights(model, Path(config.checkpoint.initial_weights))
+            load_weights(model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights=")
         call_on_epoch_begin(model, range(1))
         self.startup_seconds: float | None = None  # from the process's start to the end of its first step
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
@@ -214,7 +214,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the last checkpoint or another run's, if any. Before, call on_epoch_begin(): it may unfreeze weights."""
-        state = read_on_main(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
+        state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
@@ -222,10 +222,8 @@ class Trainer:
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            for key in ("epochs", "max_steps"):
-                former, now = state["config"]["training"][key], getattr(self.config.training, key)
-                if former != now:
-                    logger.info("training.%s was %s, is %s: the schedule has the new length", key, former, now)
+            for change in differing_keys(state["config"], to_dict(self.config)):
+                logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() once for each epoch up to this one. Return True if a requires_grad changed."""
@@ -247,9 +245,8 @@ class Trainer:
         status = "complete" if self.is_complete else "stopped"
         summary = {"status": status, "steps": progress.step, "epochs": progress.epoch, "best": progress.best}
         summary |= {"micro_batch_size": self.loader.micro_batch_size, "startup_seconds": self.startup_seconds}
-        num_samples = progress.num_samples_seen - self.clock.first_sample
-        summary |= {"train_seconds": seconds, "samples_per_second": num_samples / max(seconds, 1e-9)}
-        summary["seconds_waiting_for_data"] = self.loader.seconds_waited
+        summary |= {"train_seconds": seconds, "seconds_waiting_for_data": self.loader.seconds_waited}
+        summary["samples_per_second"] = (progress.num_samples_seen - self.clock.first_sample) / max(seconds, 1e-9)
         progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
         self.tracking.close()
         self.strategy.close()

@@ -101,7 +101,7 @@ def test_rules_for_the_same_name_again(project: Project) -> None:
     assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
     before = project.lines("run")
     longer = project.run("training.epochs=4", "logging.every_steps=2")
-    assert "training.epochs was 3, is 4" in longer and project.json("run", "summary.json")["steps"] == 28
+    assert "changed since: training.epochs: 3 -> 4" in longer and project.json("run", "summary.json")["steps"] == 28
     assert project.lines("run")[:21] == before
 
 

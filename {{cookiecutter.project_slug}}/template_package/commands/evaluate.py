@@ -16,7 +16,7 @@ from ..launching.distributed import RankContext, from_main, rank_context
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import CheckpointFolder, check_same, check_shapes, load_checkpoint, read_on_main
+from ..training.checkpoint import CheckpointFolder, check_same, check_shapes, load_checkpoint, load_weights, read_once
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
@@ -51,20 +51,23 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             if report_path is not None and "report" in available_files("commands"):
                 logger.info("%s", import_module(".report", __package__).class_table(report_path))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            message = "%s (step %d), %s split (%d samples): %s"
-            logger.info(message, path, state["step"], split, evaluator.num_samples, figures)
+            logger.info(f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}")
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
     """Return a checkpoint's state, a strategy with its weights, and the result of build(). All ranks must call this."""
-    state = read_on_main(lambda: load_checkpoint(path) | {"optimizer": {}})
+    is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
+    state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
     config = settle_precision(config, context)
     data = build()  # it may set data.fingerprint
-    name, run = f"checkpoint {path}", path.absolute().parents[1]
-    remedy = f"Type the settings of its training again, or --config {run}/config.yaml"
+    state, name = {"config": to_dict(config)} | state, f"checkpoint {path}"
+    remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
     check_same(state["config"], to_dict(config), ("model", "data.fingerprint"), name, remedy)
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
+    if not is_checkpoint:
+        load_weights(model, path)
+        state["model"] = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
     strategy = create_strategy(config, context)
     strategy.prepare(model)

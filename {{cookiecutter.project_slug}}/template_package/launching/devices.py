@@ -100,7 +100,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
     missing = f"does not exist; driver and CUDA_VISIBLE_DEVICES show {[*visible] or 'none'}{reason}"
     for index in wanted:
         if problem := visible[index].problem if index in visible else missing:
-            raise ConfigError(f"device_ids={one_line(wanted)}: GPU {index} {problem}. Set device_ids=cpu or auto.")
+            raise ConfigError(f"device_ids={one_line(wanted)}: GPU {index} {problem}. Set device_ids=cpu,cpu or auto.")
     return [visible[index] for index in wanted]
 
 

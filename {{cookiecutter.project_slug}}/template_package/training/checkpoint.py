@@ -100,7 +100,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     return state
 
 
-def read_on_main(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call `read` on rank 0 and return the state. Other ranks, which may share no disk, get meta tensors as weights."""
     kept: list[dict[str, Any]] = []
 
@@ -184,12 +184,12 @@ def collect_state(
     return None if packed is None else state | {"random_states": [unpack(content) for content in packed]}
 
 
-def load_initial_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:
     """Copy a file's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
 
     The weights may come from any program. Raise a ConfigError that lists missing, unexpected or misshapen ones.
     """
-    source = f"checkpoint.initial_weights={path}"
+    source += str(path)
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         for key in ("average", "model", "state_dict", "model_state_dict", "net"):

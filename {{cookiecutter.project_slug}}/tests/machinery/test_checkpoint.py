@@ -23,7 +23,7 @@ from template_package.training.checkpoint import (
     CheckpointFolder,
     export_weights,
     load_checkpoint,
-    load_initial_weights,
+    load_weights,
 )
 
 from conftest import Project
@@ -136,7 +136,7 @@ def test_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evil\.pt cannot be "):
         load_checkpoint(tmp_path / "evil.pt")
     with pytest.raises(ConfigError, match=r"evil\.pt: no state dict"):
-        load_initial_weights(nn.Linear(2, 1), tmp_path / "evil.pt")
+        load_weights(nn.Linear(2, 1), tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
     pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists(), "the payload works"
@@ -168,14 +168,14 @@ def test_initial_weights_of_anyone(tmp_path: Path, name: str) -> None:
         torch.save(contents[name], tmp_path / name)
     else:
         save_file(weights, tmp_path / name)
-    load_initial_weights(model, tmp_path / name)
+    load_weights(model, tmp_path / name)
     assert torch.equal(model.weight, source.weight) and torch.equal(model.bias, source.bias)
 
 
 def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2, 4), "extra": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError) as caught:
-        load_initial_weights(nn.Linear(3, 2), tmp_path / "other.pt")
+        load_weights(nn.Linear(3, 2), tmp_path / "other.pt")
     for words in (
         "bias: None in the file, torch.Size([2]) in the model",
         "extra: torch.Size([1]) in the file, None in the model",
@@ -185,7 +185,7 @@ def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     torch.save({"weight": 3}, tmp_path / "none.pt")
     for name in ("none.pt", "x" * 300):
         with pytest.raises(ConfigError, match=r"^checkpoint\.initial_weights=\S+: (does not fit|no state dict)"):
-            load_initial_weights(nn.Linear(3, 2), tmp_path / name)
+            load_weights(nn.Linear(3, 2), tmp_path / name, "checkpoint.initial_weights=")
 
 
 def test_exported_weights_have_plain_names_and_tied_weights_once(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_exported_weights_have_plain_names_and_tied_weights_once(tmp_path: Path)
     assert set(load_file(tmp_path / "model.safetensors")) == {"0.weight", "0.bias", "1.bias"}
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     other[1].weight = other[0].weight
-    load_initial_weights(other, tmp_path / "model.safetensors")
+    load_weights(other, tmp_path / "model.safetensors")
     assert torch.equal(other.state_dict()["1.weight"], model.state_dict()["0.weight"])
 
 

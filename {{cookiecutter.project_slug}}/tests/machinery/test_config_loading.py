@@ -321,7 +321,8 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("strategy=dp", "strategy=data_parallel"),
         ("strategy=ddp_spawn", "strategy=ddp"),
         ("strategy=torch.nn.parallel.DistributedDataParallel", "strategy=ddp"),
-        ("momentum=0.9", "optimizer.betas=0.9,0.999"),
+        ("momentum=0.9", "optimizer.name=sgd optimizer.betas=0.9,0.999"),
+        ("milestones=30,60", "schedule.name=step schedule.milestones=0.3333,0.6667"),
         ("strategy=zero3", "strategy=fsdp"),
         ("training.precision=16-mixed", "training.precision=fp16"),
         ("training.precision=32", "training.precision=fp32"),
@@ -354,7 +355,7 @@ def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> No
     assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not re.search("=N$|auto:2|=-|KEY", ours):
-        load_config(ROOT / "config.yaml", ["launch.nodes=2", ours])
+        load_config(ROOT / "config.yaml", ["launch.nodes=2", *ours.split()])
 
 
 def test_list_that_the_shell_has_cut_at_its_blanks_is_read_whole() -> None:

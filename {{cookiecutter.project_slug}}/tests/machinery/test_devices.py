@@ -112,11 +112,11 @@ def test_physical_ids_become_places_in_the_mask(mask: str | None, device_ids: li
 def test_missing_gpu_is_refused_with_those_that_exist() -> None:
     assert refusal([0, 7], SimulatedNvml(9, 9)) == (
         "device_ids=[0, 7]: GPU 7 does not exist; driver and CUDA_VISIBLE_DEVICES show [0, 1]. "
-        "Set device_ids=cpu or auto."
+        "Set device_ids=cpu,cpu or auto."
     )
     four = SimulatedNvml(9, 9, 9, 9)
     hidden = refusal([3, 1, 2], four, "3,2")
-    assert "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu or auto" in hidden
+    assert "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu,cpu or auto" in hidden
     assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu or auto" in refusal([0], four, "")
 
 

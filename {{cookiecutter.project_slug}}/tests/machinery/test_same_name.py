@@ -208,5 +208,10 @@ def test_evaluate_takes_the_runs_own_config_and_typed_words_on_top(project: Proj
     printed = project.run("evaluate", "name=wide", "evaluation.checkpoint=last")
     assert "validation split (21 samples)" in printed and "trained with other values" not in printed
     assert "data.num_validation: 21 -> 22" in project.run("evaluate", "name=wide", "data.num_validation=22")
+    weights = project.directory("wide") / "model.safetensors"
+    loss = float(printed.partition("loss ")[2].partition(",")[0])
+    for words in ([], ["device_ids=cpu,cpu"]):
+        alone = project.run("evaluate", "name=wide", f"evaluation.checkpoint={weights}", *words)
+        assert f"{weights} (step 0), validation split (21 samples): loss {loss:.4f}" in alone
     refused = project.run("evaluate", "name=wide", "model.width=3", code=2)
     assert refused.count("\n") == 1 and "model.width=3: there is no such key" in refused
