@@ -117,7 +117,7 @@ def test_missing_gpu_is_refused_with_those_that_exist() -> None:
     four = SimulatedNvml(9, 9, 9, 9)
     hidden = refusal([3, 1, 2], four, "3,2")
     assert "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu,cpu or auto" in hidden
-    assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu or auto" in refusal([0], four, "")
+    assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu,cpu or auto" in refusal([0], four, "")
 
 
 def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
