@@ -59,7 +59,7 @@ class LaunchConfig:
     node_rank: Count = 0  # this machine, counted from 0
     master_addr: Text = "127.0.0.1"  # name or address of node 0, as the other nodes reach it
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0  # a free port of node 0; 0: the system chooses (one node)
-    network_interface: str | None = None  # such as eth0; null: the one that leads to master_addr
+    network_interface: str | None = None  # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
