@@ -213,7 +213,7 @@ class Trainer:
             beat()
 
     def resume(self) -> None:
-        """Load the last checkpoint or another run's, if any. Before, call on_epoch_begin(): it may unfreeze weights."""
+        """Load this or another run's checkpoint, if any, after calling on_epoch_begin(), which may unfreeze weights."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)

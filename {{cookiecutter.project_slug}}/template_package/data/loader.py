@@ -126,7 +126,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set lacks __len__ or an index. The __getitem__ of torch's Dataset only raises."""
+    """Return True if the data set defines no __len__, or neither __getitem__ nor __getitems__ of its own."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -188,7 +188,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Read a micro-batch of this rank's step there (the largest, or by `choose`), to rehearse. Steps reread it."""
+        """Return the largest micro-batch (or the one that `choose` picks) of the step at this position, without using it up."""
         next_batch = next(self._global_batches(epoch, position))
         chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
@@ -397,7 +397,7 @@ def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "num
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a 63-bit seed that differs for every (seed, epoch, index): a hash, since sums of neighbours are alike."""
+    """Return a 63-bit hash of (seed, epoch, index) as a seed. Their sum would often give the same seed twice."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -433,7 +433,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def python_and_numpy() -> dict[str, Any]:
-    """Read the memory of Python's and NumPy's generators, which every draw changes. get_state is 20 times slower."""
+    """Return the raw states of Python's and NumPy's generators, to see if one was used. get_state is 20x slower."""
     return {"python": (_python_words.raw, _python.gauss_next), "numpy": (_numpy_words.raw, _numpy_kept.raw)}
 
 

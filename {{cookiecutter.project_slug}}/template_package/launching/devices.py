@@ -137,7 +137,7 @@ def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """Return this node's GPUs, none if torch is built for the CPU. Without NVML torch counts them. nvml: for pynvml."""
+    """Return this node's GPUs, none for a CPU build of torch. Without NVML, ask torch. nvml: used instead of pynvml."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
     if nvml is None and torch.version.cuda is None and torch.version.hip is None:
         return Gpus([], [], f"torch {torch.__version__} is built without CUDA")

@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    The store passes a stop signal to training/stopping.py. If no rank is READY, or at a second Ctrl-C, all are killed.
+    A stop signal reaches the ranks through the store. It kills them if none is READY yet, or if Ctrl-C comes twice.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)

@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to a log or a console while the progress bar is hidden, and writes a copy to `log`.
+    """Writes to a log or a console, hides the progress bar during each write, and writes a copy to `log`.
 
     It ignores a closed console (`| head`) and a full disk. The next checkpoint reports the full disk.
     """

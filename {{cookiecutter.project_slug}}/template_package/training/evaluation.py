@@ -57,8 +57,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return {"loss": mean over all samples, <metric>: value}, the same on every rank. All ranks must call it.
 
-        may_go_on() is called before each micro-batch. If it returns False, on all ranks alike, raise Interrupted.
-        log is for on_evaluation_end(). num_parts: read only the first micro-batch, in so many parts; 2: no metrics.
+        Call may_go_on() before each micro-batch; raise Interrupted if it is False. log: handed to on_evaluation_end().
+        num_parts: if set, cut the first micro-batch into that many parts and read only these (if 2, without metrics).
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -164,7 +164,7 @@ class EvaluationLoader:
         self._largest_share = -(-self.num_samples // context.world_size)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """Read this rank's micro-batches of at most so many samples. num_parts: only the first, in so many parts."""
+        """Read this rank's micro-batches. num_parts: if set, read only the first one, cut into that many parts."""
         requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]

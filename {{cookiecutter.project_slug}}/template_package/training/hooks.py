@@ -67,7 +67,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn of names that look like misspelt FUNCTIONS, or like the names that other tools give them."""
+    """Warn of names in the user's files that look like misspelt FUNCTIONS, or are other tools' names for them."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

@@ -1,7 +1,7 @@
-"""`python run.py sweep FILE`: trains many runs, as many at once as devices can be had. The same command continues.
+"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. Type it again to continue.
 
 Each run is a child process `python run.py …` with its files in runs/<sweep>/. So locks, waiting for GPUs and resuming
-work as in any run. Runs end with the sweep. The next start reads all it needs from the runs' files and sweep.json.
+work as in any run. Stopping the sweep stops its runs. A restart reads all it needs from their files and sweep.json.
 """
 
 import json
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. (optuna draws its own: these only check its keys.)"""
+        """Return each run's settings, without duplicates. For optuna they are only samples, to check the keys with."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
