@@ -188,7 +188,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return the largest micro-batch (or the one that `choose` picks) of the step at this position, without using it up."""
+        """Return the largest micro-batch (or `choose`'s pick) of the step at this position, without using it up."""
         next_batch = next(self._global_batches(epoch, position))
         chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
