@@ -1,9 +1,9 @@
 """Compares the example `gpt` with a plain training script of the same model, text and size: docs/gpt-example.md.
 
-python benchmarks/gpt_curve.py [--at-most N]    # from the folder of the repository; about 10 minutes on two cores
+python benchmarks/gpt_curve.py    # from the folder of the repository; about 20 minutes on two cores
 
-Each call makes the runs that benchmarks/gpt_curve.json does not hold yet (at most N of them) and writes the page and
-its picture once all are there. Delete the file to measure anew. It needs what `make` installs, and matplotlib.
+Each call makes the runs that benchmarks/gpt_curve.json does not hold yet and writes the page and its picture once all
+are there. Delete the file to measure anew. It needs what `make` installs, and matplotlib.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ RESULTS, PAGE, PICTURE = ROOT / "benchmarks" / "gpt_curve.json", ROOT / "docs" /
 STEPS, BATCH, BLOCK, EVERY, EVALUATE_EVERY = 300, 32, 64, 10, 50
 PEAK, FLOOR, WARMUP, DECAY, BETAS, MAX_NORM = 2e-3, 2e-4, 50, 0.1, (0.9, 0.99), 1.0
 SEEDS = (1, 2, 3)
+ROUNDS, ROUND_STEPS = 9, 100  # for the speed, in short runs one after the other: a machine's speed drifts
 WAYS = {
     "plain script, one process": None,
     "trainer, one rank": "device_ids=cpu",
@@ -38,7 +40,7 @@ WAYS = {
 SETTINGS = f"""
     data.block_size={BLOCK} model.dropout=0 optimizer.learning_rate={PEAK} optimizer.weight_decay={DECAY}
     optimizer.betas=[{BETAS[0]},{BETAS[1]}] schedule.warmup_steps={WARMUP} schedule.min_learning_rate={FLOOR}
-    training.max_steps={STEPS} training.global_batch_size={BATCH} training.max_gradient_norm={MAX_NORM}
+    training.global_batch_size={BATCH} training.max_gradient_norm={MAX_NORM}
     evaluation.every_steps={EVALUATE_EVERY} evaluation.max_batches=null checkpoint.every_steps=null
     logging.every_steps={EVERY} logging.tracker=none logging.report=false
 """
@@ -46,7 +48,7 @@ Run = dict[str, Any]
 """{"train": {step: loss}, "validation": {step: loss}, "tokens_per_second": median over the log lines}."""
 
 
-def plain_script(seed: int) -> Run:
+def plain_script(seed: int, num_steps: int) -> Run:
     """nanoGPT's train.py in short: crops at random, AdamW with two groups, warm-up and cosine, clipping."""
     import torch
     from ddp_experiment.dataset import DataConfig, build_datasets
@@ -62,7 +64,7 @@ def plain_script(seed: int) -> Run:
     optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=BETAS, fused=True)
 
     losses, validation_losses, rates, began_at = {}, {}, [], time.perf_counter()
-    for step in range(1, STEPS + 1):
+    for step in range(1, num_steps + 1):
         progress = min(1.0, (step - 1 - WARMUP) / (STEPS - WARMUP))
         cosine = FLOOR + (PEAK - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
@@ -86,10 +88,11 @@ def plain_script(seed: int) -> Run:
     return {"train": losses, "validation": validation_losses, "tokens_per_second": statistics.median(rates)}
 
 
-def trainer(words: str, seed: int) -> Run:
+def trainer(words: str, seed: int, num_steps: int) -> Run:
     """The same by `python run.py`."""
     name = f"{len(list(Path().glob('runs/*')))}"
-    command = [sys.executable, "run.py", f"name={name}", f"seed={seed}", *words.split(), *SETTINGS.split()]
+    settings = [f"name={name}", f"seed={seed}", f"training.max_steps={num_steps}", *words.split(), *SETTINGS.split()]
+    command = [sys.executable, "run.py", *settings]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     split = {
@@ -100,9 +103,9 @@ def trainer(words: str, seed: int) -> Run:
     return {**split, "tokens_per_second": statistics.median(rates)}
 
 
-def measure(project: Path, way: str, seed: int) -> Run:
+def measure(project: Path, way: str, seed: int, num_steps: int = STEPS) -> Run:
     """One run in a process of its own, in the project's folder."""
-    command = [sys.executable, __file__, "--way", way, "--seed", str(seed)]
+    command = [sys.executable, __file__, "--way", way, "--seed", str(seed), "--steps", str(num_steps)]
     environment = baking.plain_environment({"PYTHONPATH": str(project)})
     run: Run = json.loads(subprocess.check_output(command, cwd=project, env=environment, text=True).splitlines()[-1])
     return run
@@ -112,7 +115,7 @@ def mean_and_range(values: list[float], digits: int = 3) -> str:
     return f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def write_page(results: dict[str, dict[str, Run]]) -> None:
+def write_page(results: dict[str, dict[str, Run]], speeds: dict[str, list[float]]) -> None:
     """docs/gpt-example.md and its picture."""
     import torch
 
@@ -124,9 +127,8 @@ def write_page(results: dict[str, dict[str, Run]]) -> None:
     plain, *others = WAYS
     rows = []
     for way in WAYS:
-        rates = [run["tokens_per_second"] for run in results[way].values()]
-        of_plain = [results[plain][seed]["tokens_per_second"] for seed in results[way]]
-        ratio = [rate / other for rate, other in zip(rates, of_plain, strict=True)]
+        rates = speeds[way]
+        ratio = [rate / other for rate, other in zip(rates, speeds[plain], strict=True)]
         losses = " | ".join(mean_and_range(validation[way][step]) for step in ("100", "200", "300"))
         ratios = f"{statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
         rows.append(f"| {way} | {losses} | {statistics.median(rates):,.0f} | {ratios} |")
@@ -156,9 +158,9 @@ draw other weights and other batches; from one seed the script draws other batch
 |---|---|---|---|---:|---:|
 {chr(10).join(rows)}
 
-Losses: mean over the seeds, and their range, in nats a character. Tokens/s: median over the log lines of a run, then over seeds; the last
-column has the median and the range of the ratios seed by seed. The ways ran one after the other on a machine that had other work at times: trust
-no difference as small as that range. Two ranks share the two cores on which the one process computes with two threads.
+Losses: mean over the seeds, and their range, in nats a character. Tokens/s: in {ROUNDS} rounds all ways run {ROUND_STEPS} steps each, one after the other;
+median over the log lines of a run, then over the rounds. The last column has the median and the range of the ratios round by round: the machine's own
+speed drifts by as much. Two ranks share the two cores on which the one process computes with two threads.
 
 ![training loss by step, mean and range over seeds](gpt-example.png)
 
@@ -195,28 +197,41 @@ def draw(results: dict[str, dict[str, Run]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at-most", type=int, default=len(WAYS) * len(SEEDS))
     parser.add_argument("--way")
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     if options.way:  # in the project's folder, started by measure()
         words = WAYS[options.way]
-        print(json.dumps(plain_script(options.seed) if words is None else trainer(words, options.seed)))
+        work = plain_script if words is None else partial(trainer, words)
+        print(json.dumps(work(options.seed, options.steps)))
         return
     results: dict[str, dict[str, Run]] = {way: {} for way in WAYS}
+    speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     if RESULTS.exists():
-        results |= json.loads(RESULTS.read_text(encoding="utf-8"))
+        stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+        results, speeds = stored["curves"], stored["tokens_per_second"]
+
+    def store() -> None:
+        text = json.dumps({"curves": results, "tokens_per_second": speeds})
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+
     ways = [*WAYS]  # in turn, and each seed begins with another one, since the machine's speed drifts
     missing = [(way, seed) for seed in SEEDS for way in ways[seed:] + ways[:seed] if str(seed) not in results[way]]
     with tempfile.TemporaryDirectory() as folder:
         template = baking.export_template(Path(folder) / "template")
-        project = baking.bake(template, Path(folder), example="gpt") if missing else Path()
-        for way, seed in missing[: options.at_most]:
+        project = baking.bake(template, Path(folder), example="gpt")
+        for way, seed in missing:
             run = results[way][str(seed)] = measure(project, way, seed)
-            RESULTS.write_text(json.dumps(results) + "\n", encoding="utf-8")
-            print(f"{way}, seed {seed}: {run['validation'][str(STEPS)]:.4f}, {run['tokens_per_second']:,.0f} tokens/s")
-    if len(missing) <= options.at_most:
-        write_page(results)
+            store()
+            print(f"{way}, seed {seed}: {run['validation'][str(STEPS)]:.4f}")
+        for number in range(ROUNDS):
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                if len(speeds[way]) <= number:
+                    speeds[way].append(measure(project, way, number, ROUND_STEPS)["tokens_per_second"])
+                    store()
+                    print(f"{way}, round {number}: {speeds[way][number]:,.0f} tokens/s", flush=True)
+    write_page(results, speeds)
 
 
 if __name__ == "__main__":

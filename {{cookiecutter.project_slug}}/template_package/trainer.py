@@ -96,7 +96,8 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
+                    # If other parameters train now, check a step again.
+                    if self.progress.epoch >= self.num_epochs_begun and self.begin_epochs(self.progress.epoch):
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
                         self.loader.start(self.progress.epoch, 0)
                     self.progress.count_step()

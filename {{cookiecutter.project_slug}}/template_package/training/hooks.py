@@ -47,11 +47,10 @@ def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
     return former != [parameter.requires_grad for parameter in model.parameters()]
 
 
-@torch.no_grad()
 def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) of model.py. Then restore the random generators that it may have used."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
-        with generators_restored(*strategy.context.devices), strategy.autocast():
+        with torch.no_grad(), generators_restored(*strategy.context.devices), strategy.autocast():
             after_step(strategy.evaluation_model, step, tracking.log(step))
 
 
