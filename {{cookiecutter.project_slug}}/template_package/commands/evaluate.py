@@ -60,9 +60,9 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
     config = settle_precision(config, context)
     data = build()  # it may set data.fingerprint
-    state, name = {"config": to_dict(config)} | state, f"checkpoint {path}"
+    name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
-    check_same(state["config"], to_dict(config), ("model", "data.fingerprint"), name, remedy)
+    check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
     if not is_checkpoint:
