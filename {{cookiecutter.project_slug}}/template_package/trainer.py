@@ -96,8 +96,7 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    # If other parameters train now, check a step again.
-                    if self.progress.epoch >= self.num_epochs_begun and self.begin_epochs(self.progress.epoch):
+                    if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
                         rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
                         self.loader.start(self.progress.epoch, 0)
                     self.progress.count_step()
@@ -223,7 +222,8 @@ class Trainer:
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            for change in differing_keys(state["config"], to_dict(self.config)):
+            former = state["config"]  # its `launch` section says how that run was started, which any run may change
+            for change in differing_keys(former, to_dict(self.config) | {"launch": former["launch"]}):
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:

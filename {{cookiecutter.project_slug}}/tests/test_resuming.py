@@ -100,8 +100,9 @@ def test_rules_for_the_same_name_again(project: Project) -> None:
     assert "optimizer.learning_rate: 0.01 -> 1.0" in changed and "seed: 42 -> 7" in changed and "name=" in changed
     assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
     before = project.lines("run")
-    longer = project.run("training.epochs=4", "logging.every_steps=2")
-    assert "changed since: training.epochs: 3 -> 4" in longer and project.json("run", "summary.json")["steps"] == 28
+    longer = project.run("training.epochs=4", "logging.every_steps=2", "launch.timeout_minutes=9")
+    assert "changed since: training.epochs: 3 -> 4" in longer and "since: launch" not in longer
+    assert project.json("run", "summary.json")["steps"] == 28
     assert project.lines("run")[:21] == before
 
 

@@ -96,14 +96,10 @@ def test_missing_library_is_one_line(project: Project) -> None:
 
 
 def test_horovodrun_tells_a_place() -> None:
-    launched = find_launcher(HOROVODRUN, LaunchConfig())
-    assert (
-        launched is not None
-        and launched[:7] == ("horovodrun", 3, 4, 1, 2, 1, "10.0.0.1")
-        and launched.master_port > 1024
-    )
+    found = find_launcher(HOROVODRUN, LaunchConfig())
+    assert found is not None and found[:7] == ("horovodrun", 3, 4, 1, 2, 1, "10.0.0.1") and found.master_port > 1024
     other = find_launcher(HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "5001"}, LaunchConfig())
-    assert other is not None and other.master_port != launched.master_port, "two jobs on one host"
+    assert other is not None and other.master_port != found.master_port, "two jobs on one host"
     meeting = LaunchConfig(master_addr="10.0.0.2", master_port=29500)
     assert find_launcher(HOROVODRUN, meeting) == Launched("horovodrun", 3, 4, 1, 2, 1, "10.0.0.2", 29500)
     assert find_launcher(HOROVODRUN | {"HOROVOD_SIZE": "1"}, LaunchConfig()) is None
