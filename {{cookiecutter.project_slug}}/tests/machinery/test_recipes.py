@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ BLOCKS = {
 }
 NOTEBOOK, CROPS = "Work in a notebook", "Draw random crops from a token file"
 SCRIPT, BOTH = "Check it against my old script", "See both losses at each evaluation"
+SAMPLES = "See which samples a step read"
 WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
 
@@ -40,16 +42,17 @@ def image_project(project: Project) -> Project:
 
 
 def add(project: Project, title: str) -> None:
-    code = BLOCKS[title]
-    file = code.split()[1].rstrip(",")
-    project.append(file, f"from typing import Any\n\nimport torch\n\n{code}" if file == "model.py" else code)
+    parts = re.split(r"^# (\w+\.py).*\n", BLOCKS[title], flags=re.MULTILINE)[1:]
+    assert parts, BLOCKS[title]
+    for file, code in zip(parts[::2], parts[1::2], strict=True):
+        project.append(file, f"from typing import Any\n\nimport torch\n\n{code}" if file == "model.py" else code)
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 17
+    assert len(BLOCKS) == 19
 
 
-@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS, SCRIPT, BOTH)])
+@pytest.mark.parametrize("title", [title for title in BLOCKS if title not in (NOTEBOOK, CROPS, SCRIPT, BOTH, SAMPLES)])
 def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     if "torchvision" in BLOCKS[title] and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
@@ -60,6 +63,12 @@ def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     assert "Did you mean" not in output and "no mean over samples" not in output
     if title == "Add a second loss, and see both":
         assert lines[-1]["loss"] > lines[-1]["cross_entropy"] > 0 and 0 <= lines[-1]["accuracy"] <= 1
+    if title == "Predict on new inputs":
+        numpy.save(image_project.folder / "new.npy", numpy.full((3, 8, 8), 8.0))
+        image_project.run("predict", "new.npy", "device_ids=cpu,cpu")
+        rows = (image_project.directory("baseline") / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(row)["input"] for row in rows] == ["new.npy[0]", "new.npy[1]", "new.npy[2]"]
+        assert all(0.1 <= json.loads(row)["probability"] <= 1 and json.loads(row)["label"] in range(10) for row in rows)
     if title == "Log images":
         assert list(image_project.directory("baseline").glob("media/*kernels.png"))
     if title == "Show samples that the model gets wrong":
@@ -121,6 +130,17 @@ def test_old_script_has_the_losses_of_the_project(image_project: Project, device
     new = [line["loss"] for line in image_project.lines("new")]
     assert new[:5] == pytest.approx(losses[:5], rel=1e-4)  # 1e-7 was seen; then AdamW magnifies rounding, to 0.005
     assert len(losses) == 40 and losses[-1] < 0.9 * losses[0] and new == pytest.approx(losses, rel=0.05)
+
+
+def test_samples_of_a_step_are_found(image_project: Project) -> None:
+    poison = "image = self.images[index] / (0 if index == 7 and self.shift_probability else 1)"
+    image_project.edit("dataset.py", "image = self.images[index]", poison)
+    output = image_project.run(*WORDS[:1], "training.epochs=1", *WORDS[2:], code=1)
+    step = re.search(r"the loss of step (\d+)", output)
+    assert step is not None, output
+    words = [sys.executable, "-c", BLOCKS[SAMPLES].replace("STEP = 16", f"STEP = {step[1]}")]
+    found = subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True, stdout=subprocess.PIPE)
+    assert found.stdout.split() == [b"7"]
 
 
 def test_crops_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
