@@ -166,8 +166,7 @@ gradients: its buckets, and those of the first micro-batch, which are not reduce
 ## When a checkpoint is loaded
 
 Six layers, 512 wide, a checkpoint of {size:.0f} MB. Counted: the peak of the process's resident memory while it loads, above what it keeps afterwards, in
-multiples of the checkpoint. The other ranks get one tensor at a time from rank 0. `evaluate` needs no optimizer state;
-the 0.33 of its second rank under ddp is the buffer in which DistributedDataParallel sends the weights when it is made (0.02 with `init_sync=False`), more than the 0.3 that were aimed at.
+multiples of the checkpoint. The other ranks get one tensor at a time from rank 0. `evaluate` needs no optimizer state.
 
 | | rank 0 | rank 1 |
 |---|---:|---:|

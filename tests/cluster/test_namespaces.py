@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .conftest import SAME
@@ -169,3 +170,23 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
     assert slow_hosts[0].summary("run")["status"] == "stopped"
     all_end(start(slow_hosts))
     slow_hosts[0].has_trained("run", 2, slow_losses)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts: list[Host], mark: str) -> None:
+    """After a stop on one host alone, torchrun starts the other's ranks again. They wait for the host that is gone."""
+    commands = start_script(slow_hosts)
+    slow_hosts[0].wait_for_step("run", 5, *commands)
+    torchrun = psutil.Process(commands[1].process.pid)
+    former = torchrun.children(recursive=True)
+    commands[0].process.send_signal(number)
+    commands[0].ended(1, timeout=60)
+    assert slow_hosts[0].summary("run")["status"] == "stopped"
+    deadline = time.monotonic() + 60
+    while not set(torchrun.children(recursive=True)) - {*former}:
+        assert time.monotonic() < deadline, commands[1].text
+        time.sleep(0.2)
+    time.sleep(5)  # until it waits
+    commands[1].process.send_signal(number)
+    commands[1].ended(1, timeout=60)
+    assert left_after(mark, SECONDS_TO_END) == []

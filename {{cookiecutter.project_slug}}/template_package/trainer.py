@@ -210,7 +210,6 @@ class Trainer:
             beat()  # writing may take up to launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
-            beat()
 
     def resume(self) -> None:
         """Load this or another run's checkpoint, if any, after calling on_epoch_begin(), which may unfreeze weights."""

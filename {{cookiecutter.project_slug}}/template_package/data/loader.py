@@ -166,8 +166,7 @@ class TrainLoader:
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
         batches = self._global_batches(epoch, position)
-        # iter() calls the function until it returns [], which never comes. Each call makes the requests of 32 steps:
-        # one by one, in CPU caches that a training step has filled, they would take several times as long.
+        # For 32 steps at a time: one by one, in CPU caches that a step has filled, requests take several times as long.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 
@@ -189,8 +188,8 @@ class TrainLoader:
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """Return the largest micro-batch (or `choose`'s pick) of the step at this position, without using it up."""
-        next_batch = next(self._global_batches(epoch, position))
-        chosen = choose(self._share(*next_batch), key=lambda request: len(request.indices))
+        requests = self._share(*next(self._global_batches(epoch, position)))
+        chosen = choose(requests, key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
         return next(self._reader.read([chosen]))
 
@@ -224,8 +223,7 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # The same number of pieces on every rank, since forward passes may hold collectives (SyncBatchNorm, FSDP). A
-        # rank without samples for a piece runs one with weight 0.
+        # Every rank runs as many pieces: forward may hold collectives (FSDP). One without samples gets the weight 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = global_batch[rank * size // world_size : (rank + 1) * size // world_size]
@@ -280,16 +278,15 @@ class Fetcher(Dataset[MicroBatch]):
         if type(dataset) is TensorDataset and _collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
-        torch_state, others = torch.default_generator.get_state(), python_and_numpy()
-        if self._states[0] != others:
+        before = raw_states()
+        if self._states[0] != (others := (before["python"], before["numpy"])):
             self._states = others, get_random_states()
         batch = self._read_seeded(request)
-        found = {name for name, memory in python_and_numpy().items() if memory != others[name]}
-        found |= set() if torch_state.equal(torch.default_generator.get_state()) else {"torch"}
+        found = {name for name, state in raw_states().items() if state != before[name]}
         if found - {"torch"}:
             set_random_states(self._states[1])
         if found:
-            torch.default_generator.set_state(torch_state)
+            torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
         if found <= self._drawn:
             return batch
         self._drawn |= found
@@ -432,9 +429,13 @@ _numpy_words = _Words.from_address(_numpy._bit_generator.ctypes.state_address)
 _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
 
 
-def python_and_numpy() -> dict[str, Any]:
-    """Return the raw states of Python's and NumPy's generators, to see if one was used. get_state is 20x slower."""
-    return {"python": (_python_words.raw, _python.gauss_next), "numpy": (_numpy_words.raw, _numpy_kept.raw)}
+def raw_states() -> dict[str, Any]:
+    """Return the generators' states as bytes, to see if one was used. get_state of Python and NumPy is 20x slower."""
+    return {
+        "python": (_python_words.raw, _python.gauss_next),
+        "numpy": (_numpy_words.raw, _numpy_kept.raw),
+        "torch": torch.default_generator.get_state().numpy().tobytes(),  # comparing uint8 tensors takes 9 microseconds
+    }
 
 
 @contextmanager

@@ -188,6 +188,8 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
     address, options, num_ranks = launched.master_addr, config.launch, launched.local_world_size
     choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
     timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
@@ -199,7 +201,6 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
         devices = take_devices("auto:1", options, environment)  # each rank its own: --gpus-per-task=1, --gpu-bind
         return Node(devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store)
     if launched.local_rank > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
         return Node(Devices(json.loads(store.get(key)), []), launched.world_size, launched, store)
     devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:

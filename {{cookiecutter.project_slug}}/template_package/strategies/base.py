@@ -51,10 +51,10 @@ class Strategy:
         if self.config.compile:
             self.module.compile()  # in place: names stay plain
         self.evaluation_model = self.module
+        self._build_optimizer: Any = build_optimizer
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
         if build_optimizer is not None:
-            self._build_optimizer = build_optimizer
             self.optimizer = build_optimizer(self.module)
 
     def rebuild(self) -> None:

@@ -9,7 +9,6 @@ A signal to one rank makes that rank write STOP. As long as nobody asks to stop,
 """
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -27,7 +26,6 @@ from ..launching.distributed import RankContext
 from ..launching.processes import BEGUN, FAILURE, READY, STOP, STOP_MESSAGE, early_requests, stop_signals_call
 
 POLL_SECONDS = 0.2
-logger = logging.getLogger(__name__)
 _num_beats = 0
 
 
