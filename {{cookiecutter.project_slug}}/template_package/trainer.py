@@ -221,8 +221,8 @@ class Trainer:
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            former = state["config"]  # its `launch` section says how that run was started, which any run may change
-            for change in differing_keys(former, to_dict(self.config) | {"launch": former["launch"]}):
+            former, own = state["config"], to_dict(self.config)  # devices and `launch` belong to a start, and to a node
+            for change in differing_keys(former, own | {key: former[key] for key in ("device_ids", "launch")}):
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
