@@ -46,6 +46,8 @@ class Node(NamedTuple):
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
     """Choose this node's devices, perhaps after a wait. Raise ConfigError if the devices are not available."""
     if (launched := find_launcher(environment, config.launch)) is not None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
         _become_torchrun(config)
@@ -188,8 +190,6 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
     address, options, num_ranks = launched.master_addr, config.launch, launched.local_world_size
     choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
     timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
