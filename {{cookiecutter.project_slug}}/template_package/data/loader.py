@@ -223,7 +223,7 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # Every rank runs as many pieces: forward may hold collectives (FSDP). One without samples gets the weight 0.
+        # The same number of pieces on each rank: forward may hold collectives (FSDP). A piece without samples weighs 0.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = global_batch[rank * size // world_size : (rank + 1) * size // world_size]

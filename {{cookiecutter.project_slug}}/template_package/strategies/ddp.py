@@ -25,7 +25,7 @@ class DistributedDataParallelStrategy(Strategy):
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
-            init_sync=self._build_optimizer is not None,  # to evaluate, set_weights() copies them, in less memory
+            init_sync=self._build_optimizer is not None,  # without one, set_weights() alone shares them
             find_unused_parameters=self._options.find_unused_parameters,
             static_graph=self._options.static_graph,
             gradient_as_bucket_view=True,  # no second copy of the gradients
