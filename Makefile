@@ -83,8 +83,9 @@ docs: .cache/docs/.ready  ## build the documentation site, strictly, in build/si
 	"$(BIN)/python" tools/reference.py
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build --strict --quiet
 
-recording: .cache/docs/.ready $(READY)  ## record docs/recording.svg from a real session in /tmp/demo (3 minutes)
+recording: .cache/docs/.ready $(READY)  ## record docs/recording.svg from a real session in /tmp/demo, and screenshots (5 minutes)
 	.cache/docs/bin/python tools/recording.py .venv
+	.cache/docs/bin/python tools/screenshots.py .venv
 
 charts: .cache/docs/.ready  ## draw docs/charts/ from the reports
 	.cache/docs/bin/python tools/charts.py
