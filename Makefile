@@ -7,10 +7,12 @@ PROJECT := {{cookiecutter.project_slug}}
 READY := .venv/.ready
 BAKE = DDP_TEMPLATE_PYTHON="$(BIN)/python" "$(BIN)/cookiecutter" . --default-config
 
-# Caches must stay out of the project's folder, since cookiecutter copies every file there.
+# Caches must stay out of the project's folder, since cookiecutter copies every file there. Bytecode is not put elsewhere by
+# PYTHONPYCACHEPREFIX: pip would compile torch there too, and processes that the tests start without that variable would
+# compile it again, each for some 5 seconds.
 export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
-export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
+export PYTHONDONTWRITEBYTECODE := 1
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help

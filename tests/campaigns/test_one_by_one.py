@@ -130,7 +130,7 @@ def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
     junit = REPORTS / f"tests_{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o"]
     command += ["junit_family=xunit1", *([] if is_run else ["--collect-only"]), *(f"tests/{test}" for test in tests)]
-    environment = plain_environment({"PYTHONPYCACHEPREFIX": str(ROOT / ".cache" / "pycache")})
+    environment = plain_environment({"PYTHONDONTWRITEBYTECODE": "1"})
     done = subprocess.run(
         command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=6000
     )

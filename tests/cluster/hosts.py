@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 """Relative tolerance of losses: sums in another order differ by 1e-8 to 1e-7 after the steps that the tests train."""
 MARK = "DDP_MARK_OF_CLUSTER"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "NNODES", "SLURM_", "SBATCH_", "OMPI_", "PMI")
-FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_", "PYTHONPYCACHE")
+FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_")
 
 
 def plain_environment(mark: str) -> dict[str, str]:
