@@ -252,16 +252,15 @@ def test_ranks_on_other_kinds_of_devices_are_refused_before_they_join() -> None:
     assert found == ["rank 1 would not train what rank 0 does: device: cuda -> cpu. Make both alike."] * 2
 
 
-@pytest.mark.parametrize("command", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")])
-def test_order_of_gpus_is_set_before_the_users_files_are_imported(project: Project, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("way", ["forkserver", "spawn", "torchrun"])
+def test_order_of_gpus_is_set_before_the_users_files_are_imported(project: Project, way: str) -> None:
     project.append("dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)")
-    words = ("device_ids=cpu,cpu", "training.max_steps=1")
-    for method in ("forkserver", "spawn"):
-        more = (f"name={method}", f"launch.start_method={method}")
-        process = project.start(*words, *more, command=[sys.executable, *command])
-        output, errors = process.communicate(timeout=100)
-        assert process.returncode == 0, errors
-        assert output.count("ORDER") == output.count("ORDER PCI_BUS_ID") >= 2
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if way == "torchrun" else []
+    words = ["training.max_steps=1"] + ([] if torchrun else [f"launch.start_method={way}"])
+    process = project.start("device_ids=cpu,cpu", *words, command=[sys.executable, *torchrun])
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    assert output.count("ORDER") == output.count("ORDER PCI_BUS_ID") >= 2
 
 
 def test_windows_is_refused_in_one_line(project: Project) -> None:
