@@ -98,7 +98,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
             # After the last " host=", which begins each start, and before faulthandler's stacks.
             lines = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
             tail = "\n".join(lines.partition("Fatal Python error")[0].splitlines()[1:][-15:])
-            text = f"{contexts[failure.rank]} failed:\n{text}; {log} ends with:\n{tail}"
+            text = f"{contexts[failure.rank]} failed:\n{text}; see {log}" + (tail and f", which ends with:\n{tail}")
         print(text, file=sys.stderr, flush=True)
     return code
 

@@ -147,7 +147,7 @@ def test_last_words_of_a_rank_that_aborts_reach_the_console(project: Project) ->
     log.write_text("2026-01-01 host=a pid=1\nan older reason\nFatal Python error: Aborted\n", encoding="utf-8")
     output = project.run("device_ids=cpu,cpu", "model.fault=abort", code=1)
     assert "an older reason" not in output
-    assert "killed by SIGABRT; runs/run/logs/rank_1.log ends with:" in output
+    assert "killed by SIGABRT; see runs/run/logs/rank_1.log, which ends with:" in output
     assert "CUDA error: device-side assert triggered" in output
 
 

@@ -219,7 +219,8 @@ def test_killed_run_goes_on_with_the_same_items_and_on_as_many_ranks_only(stream
     words = [*WORDS, "data.kind=stateful", "loader.num_workers=2"]
     streams.run(*words)
     killed = [*words, "name=killed", "model.fault=kill", "model.fault_step=8"]
-    assert "killed by SIGKILL" in streams.run(*killed, code=1)
+    output = streams.run(*killed, code=1)
+    assert output.endswith("killed by SIGKILL (out of memory?); see runs/killed/logs/rank_1.log\n"), output
     refused = streams.run(*killed, "device_ids=cpu", code=2)
     assert "it began on 2 ranks x 2 parts, not 1 ranks x 2 parts" in refused
     assert "resuming after step 7" in streams.run(*killed)
