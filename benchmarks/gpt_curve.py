@@ -31,7 +31,7 @@ RESULTS, PAGE, PICTURE = ROOT / "benchmarks" / "gpt_curve.json", ROOT / "docs" /
 STEPS, BATCH, BLOCK, EVERY, EVALUATE_EVERY = 300, 32, 64, 10, 50
 PEAK, FLOOR, WARMUP, DECAY, BETAS, MAX_NORM = 2e-3, 2e-4, 50, 0.1, (0.9, 0.99), 1.0
 SEEDS = (1, 2, 3)
-ROUNDS, ROUND_STEPS = 7, 100  # for the speed, in short runs one after the other: a machine's speed drifts
+ROUNDS, ROUND_STEPS = 12, 100  # for the speed, in short runs one after the other: a machine's speed drifts
 WAYS = {
     "plain script, one process": None,
     "trainer, one rank": "device_ids=cpu",
