@@ -29,7 +29,7 @@ def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Squares(Dataset[Any]):
-    """Sample i is (i, a random number): whatever the loader does, the number belongs to (epoch, i)."""
+    """Sample i is (i, a random number). The number must depend on the epoch and i alone, however it is read."""
 
     def __len__(self) -> int:
         return 23
@@ -92,6 +92,7 @@ def test_each_sample_once_an_epoch_in_shares_that_differ_by_one(world_size: int)
                 seen += indices_of(share)
         assert sorted(seen) == list(range(23))
         assert seen[:7] != sorted(seen[:7])
+    assert all(micro.request.num_samples for step in ranks[0] for micro in step), "rank 0's BatchNorm counts"
 
 
 def test_order_changes_with_epoch_and_seed() -> None:

@@ -166,7 +166,7 @@ class TrainLoader:
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
         batches = self._global_batches(epoch, position)
-        # For 32 steps at a time: one by one, in CPU caches that a step has filled, requests take several times as long.
+        # For 32 steps at once: made step by step, in CPU caches that a step has emptied, they take far longer.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 
@@ -223,13 +223,13 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # The same number of pieces on each rank: forward may hold collectives (FSDP). A piece without samples weighs 0.
+        # As many pieces on each rank: forward may hold collectives (FSDP). Empty ones weigh 0; rank 0 never has one.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
-        share = global_batch[rank * size // world_size : (rank + 1) * size // world_size]
+        share = global_batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
         for number in range(num_pieces):
             piece = share[number * len(share) // num_pieces : (number + 1) * len(share) // num_pieces]
-            weight = len(piece) * world_size / size  # shares of 3 and 4 samples: 6/7 and 8/7, which DDP halves
+            weight = len(piece) * world_size / size  # 7 samples on 2 ranks: 4 * 2/7 and 3 * 2/7; DDP halves their sum
             draws = piece or global_batch[:1]
             indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces - 1)
@@ -346,7 +346,7 @@ class BatchReader:
             )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """Read the micro-batches in the order of the requests. Drop those that an earlier iterator has not read."""
+        """Read the requested micro-batches, in order. What an earlier call has not delivered yet is dropped."""
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests

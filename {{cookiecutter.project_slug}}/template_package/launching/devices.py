@@ -144,11 +144,11 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     nvml = nvml or pynvml
     try:
         nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
+        driver = nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
     except nvml.NVMLError as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
         gpus = [Gpu(index) for index in range(torch.cuda.device_count())]
         return Gpus(gpus, gpus, f"NVML: {error}")
-    built, driver = torch.version.cuda or "0", nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-    if driver < int(built.partition(".")[0]):
+    if driver < int((built := torch.version.cuda or "0").partition(".")[0]):
         problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
         wheel = f"torch=={torch.__version__.partition('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
         raise ConfigError(f"{problem}. Update it, or for CUDA 12: python -m pip install --force-reinstall {wheel}")

@@ -95,9 +95,11 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
     if failure is not None and code != processes.OUT_OF_MEMORY:
         text, log = failure.text, run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent:  # NCCL and CUDA write their reasons into the log before they abort
-            # After the last " host=", which begins each start, and before faulthandler's stacks.
-            lines = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
-            tail = "\n".join(lines.partition("Fatal Python error")[0].splitlines()[1:][-15:])
+            # After the last " host=", which begins each start, before faulthandler's stacks, and without those of C++.
+            written = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
+            lines = written.partition("Fatal Python error")[0].splitlines()[1:]
+            frames = ("frame #", "Exception raised from")
+            tail = "\n".join([line for line in lines if line.strip() and not line.startswith(frames)][-15:])
             text = f"{contexts[failure.rank]} failed:\n{text}; see {log}" + (tail and f", which ends with:\n{tail}")
         print(text, file=sys.stderr, flush=True)
     return code
@@ -113,7 +115,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     if context.local_world_size > 1:  # one rank has all cores by itself, and MKL is slower once it is told a number
         torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
-    # A connection of its own, made now: another thread may wait on that one, and to search a lost store takes minutes.
+    # A second connection, opened now: another thread may block the first, and to look for a lost store takes minutes.
     store = context.store.clone()
 
     def fail(text: str, code: int) -> int:
@@ -152,7 +154,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
             return fail("out of memory: the same command continues, with smaller micro-batches", code)
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
-    if code != processes.OUT_OF_MEMORY:  # then the others may sit in a collective, and leaving would wait for them
+    if code != processes.OUT_OF_MEMORY:  # after it, other ranks may be in a collective: leaving would wait for them
         gc.collect()  # gloo hangs if DDP outlives the group
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -117,10 +117,11 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
         return None
-    if not silent and store.check([FAILURE]):
-        return Failure(*json.loads(store.get(FAILURE)))
     # Memory that ran out comes first: meanwhile NCCL may abort the others.
     rank, code = min(silent or failed, key=lambda each: each[1] != OUT_OF_MEMORY)
+    first = Failure(*json.loads(store.get(FAILURE))) if store.check([FAILURE]) else None
+    if first and (not silent or first.rank == rank):  # NCCL may abort a rank that has just stored its traceback
+        return first
     text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, without a word"
     text = text.replace("SIGKILL", "SIGKILL (out of memory?)")
     return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, is_silent=True)
@@ -128,7 +129,7 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
 
 def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     """Run a started rank: prepare its signals, do the work, end the process."""
-    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. Others may be for this rank.
+    # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. SIGTERM may be for one rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -27,7 +27,7 @@ def settle_precision(config: Config, context: RankContext) -> Config:
     if config.training.precision != "auto":
         return config
     generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
-    oldest = int(all_reduce(torch.tensor(min(generations), device=context.device), dist.ReduceOp.MIN))
+    oldest = int(all_reduce(torch.tensor(min(generations)), dist.ReduceOp.MIN))
     precision: Literal["bf16", "fp16", "fp32"] = "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"  # 8: Ampere
     return replace(config, training=replace(config.training, precision=precision))
 

@@ -123,7 +123,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
         check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
         if wanted == "never" or wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
             remedy = "Choose another name=…, or set checkpoint.resume=auto to continue."
-            raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began otherwise. {remedy}")
+            raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began with another value. {remedy}")
         return state
     if (weights := run / "model.safetensors").exists():
         raise ConfigError(f"name={config.name}: a new run would replace {weights}. Choose another name=….")
@@ -140,7 +140,7 @@ def check_same(
 ) -> None:
     """Raise ConfigError if two configs (as plain dicts) differ in one of these dotted keys or below it.
 
-    A field that model.py has gained since counts as stored with its default. A field that it has lost is only logged.
+    If model.py has a new field, the stored config counts as holding its default. A removed field is only logged.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)

@@ -58,17 +58,18 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
-    """Raise ConfigError if an epoch's last batch leaves a rank with a single sample and the model fails on that."""
+    """Raise ConfigError if an epoch's last batch leaves a micro-batch of one sample and the model fails on that."""
     num_left = loader.num_samples % loader.global_batch_size
-    if num_left == 0 or num_left // context.world_size > 1:
+    num_pieces = -(-num_left // (context.world_size * loader.micro_batch_size))  # of each rank
+    if num_left == 0 or num_left // (context.world_size * num_pieces) > 1:
         return
     micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=min)
     try:
         rehearse(strategy, micro_batch, context, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
-        problem = f"an epoch's last batch has {num_left} samples, one for a rank, and the model fails on it ({error})"
+        cause = f"an epoch's last batch has {num_left} samples, a micro-batch one, and the model fails on it ({error})"
         key = f"training.global_batch_size={loader.global_batch_size}"
-        raise ConfigError(f"{key}: {problem}. Choose another size, or fewer devices.") from None
+        raise ConfigError(f"{key}: {cause}. Choose another size, or fewer devices.") from None
 
 
 class MemoryLimit:

@@ -46,8 +46,7 @@ class Evaluator:
         metrics = user_model.build_metrics(self._model_config).to(self._context.device)
         self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
         for metric in self._parts:
-            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
-        # Rank 0 may see no sample itself.
+            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers; rank 0 may have nothing
         warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
         return metrics
 
@@ -81,7 +80,7 @@ class Evaluator:
                 user_model.update_metrics(metrics, outputs, batch)
             weight = loss_weight_of(micro_batch, strategy.module, self._context)
             for name, value in figures.items():
-                # A mean over nothing may be 0/0; here no gradient comes of it.
+                # The mean of an empty piece may be NaN. There is no gradient here, so 0 can take its place.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         if log is not None:
             call_on_evaluation_end(strategy, log)
@@ -159,8 +158,8 @@ class EvaluationLoader:
         # With a limit, take samples at even distances: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
         self._share = order.tensor_split(context.world_size)[context.rank]
-        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, some on every rank
-            self._share = order[lengths[order].argsort(stable=True)][context.rank :: context.world_size]
+        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, long first
+            self._share = order[(-lengths[order]).argsort(stable=True)][context.rank :: context.world_size]
         self._largest_share = -(-self.num_samples // context.world_size)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:

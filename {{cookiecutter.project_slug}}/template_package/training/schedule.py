@@ -46,7 +46,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set every group's rate to `value`, times its own initial rate divided by `peak`, the config's initial rate."""
+    """Set every group's rate to `value` times (the group's initial rate / `peak`). `peak` is the config's rate."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

@@ -3,7 +3,7 @@
 After SIGTERM to `python run.py` with several ranks:
 1. The launching process (launching/processes.py) writes STOP to the store; if no rank is READY yet, it kills them all.
 2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
-3. Each rank writes how many steps and batches it has BEGUN. All go on to the largest number: a step needs every rank.
+3. Each rank writes under BEGUN how many steps and batches it has begun. All go on to the largest: a step needs all.
 4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
 A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
 """
@@ -47,8 +47,7 @@ class StopRequest:
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        # The thread has its own connection: on a shared one, a thread that waits would hold up the other.
-        self._store = context.store.clone()
+        self._store = context.store.clone()  # for the thread: on a shared one, a thread that waits blocks the other
         # Ranks that processes.py starts ignore Ctrl-C and a lost terminal, which reach the whole group.
         self._handlers = stop_signals_call(self._receive)
 
@@ -91,8 +90,7 @@ class StopRequest:
                     self._store.set(STOP, str(self._received))
                 elif self._closed.wait(POLL_SECONDS):
                     return
-            # Set the limit before reading the counter, so that no step can start unreported.
-            self._limit = -1
+            self._limit = -1  # before the counter is read, so that no step can start unreported
             self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
             begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
             self.signal_number = int(self._store.get(STOP))

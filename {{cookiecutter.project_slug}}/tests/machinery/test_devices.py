@@ -321,6 +321,16 @@ def test_driver_that_is_too_old_for_torch_is_told_with_the_command(monkeypatch: 
         assert message.endswith(f"torch=={same} --index-url https://download.pytorch.org/whl/cu126")
 
 
+def test_driver_that_does_not_tell_its_version_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimulatedNvml(9)
+
+    def refuse() -> int:  # in a container that has the driver's tools, but not its CUDA library
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(nvml, "nvmlSystemGetCudaDriverVersion_v2", refuse)
+    assert find_gpus({}, nvml).problem.startswith("NVML: ")
+
+
 def test_old_card_beside_others_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_90 compute_90", raising=False)
     nvml, problem = SimulatedNvml(9, 9, 9), "has compute capability 6.1, for which this torch has no kernels"

@@ -155,6 +155,19 @@ def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(proje
         assert line["num_samples"] == 37
 
 
+def test_evaluate_settles_the_precision_over_the_ranks_as_training_does(project: Project) -> None:
+    project.edit("strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0')  # as if CPUs were GPUs
+    words = ("device_ids=cpu,cpu", "training.precision=auto", "training.epochs=1")
+    project.run(*words)
+    loss = project.lines("run", "validation")[-1]["loss"]
+    project.run("evaluate", "--config", "config.yaml", *words, "evaluation.checkpoint=last")
+    assert project.json("run", "evaluation.json")["loss"] == pytest.approx(loss, rel=1e-6)
+    project.run(
+        "evaluate", "--config", "config.yaml", *words[:1], "training.precision=fp32", "evaluation.checkpoint=last"
+    )
+    assert project.json("run", "evaluation.json")["loss"] != pytest.approx(loss, rel=1e-6)
+
+
 def test_metric_that_is_no_number_is_never_the_best(project: Project) -> None:
     project.edit("model.py", "metrics.update(outputs,", "metrics.update(outputs * float('nan'),")
     project.run("evaluation.metric=absolute_error")

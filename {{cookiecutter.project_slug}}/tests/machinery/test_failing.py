@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from template_package.launching.processes import FAILURE, Failure, _find_failure
 
 from conftest import Project, children
 
@@ -148,7 +152,17 @@ def test_last_words_of_a_rank_that_aborts_reach_the_console(project: Project) ->
     output = project.run("device_ids=cpu,cpu", "model.fault=abort", code=1)
     assert "an older reason" not in output
     assert "killed by SIGABRT; see runs/run/logs/rank_1.log, which ends with:" in output
-    assert "CUDA error: device-side assert triggered" in output
+    assert "CUDA error: device-side assert triggered" in output and "frame #" not in output
+
+
+def test_traceback_of_a_rank_that_aborts_right_after_it_is_told() -> None:
+    """NCCL's watchdog may abort a rank whose traceback is stored already."""
+    store = dist.HashStore()
+    store.set(FAILURE, json.dumps(Failure(1, 1, "its traceback")))
+    told = _find_failure([1, -signal.SIGABRT], store)
+    assert told is not None and (told.rank, told.text, told.is_silent) == (1, "its traceback", False)
+    killed = _find_failure([-signal.SIGKILL, 1], store)
+    assert killed is not None and killed.rank == 0 and "killed by SIGKILL" in killed.text
 
 
 def test_memory_that_runs_out_under_a_launcher_is_told(project: Project) -> None:

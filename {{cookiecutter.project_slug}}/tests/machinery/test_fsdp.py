@@ -187,8 +187,13 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         return tensor
 
     # Weights that FSDP has resharded have a storage of no bytes.
-    gradients = {t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                 for t in gc.get_objects() if type(t) is Tensor and is_whole(t) and t.is_floating_point()}
+    living = [t for t in gc.get_objects() if type(t) is Tensor and t.is_floating_point()]
+    for module in model.modules():  # gradients that only C++ refers to
+        group = getattr(getattr(module, "_get_fsdp_state", dict)(), "_fsdp_param_group", None)
+        for parameter in group.fsdp_params if group else ():
+            living += [grad for grad in [getattr(parameter, "_unsharded_param", parameter.sharded_param).grad]
+                       if grad is not None and type(grad) is Tensor]
+    gradients = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in living if is_whole(t)}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = model(batch.inputs)
     weights = sum(storage.nbytes() for storage in saved.values())

@@ -123,6 +123,28 @@ def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.Monk
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/route is Linux's")
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("10.1.0.7", "ib0"), ("192.0.2.1", "eth0"), ("127.0.1.1", "eth0"), ("172.17.0.9", "docker0")],
+)
+def test_interface_is_that_of_the_narrowest_route(
+    monkeypatch: pytest.MonkeyPatch, address: str, interface: str
+) -> None:
+    """127.0.1.1: what Debian's /etc/hosts says of the own name."""
+    routes = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+docker0 000011AC 00000000 0001 0 0 0 0000FFFF 0 0 0
+eth0 00000000 010200C0 0003 0 0 0 00000000 0 0 0
+ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
+"""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: routes)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    choose_interface(None, "node-0")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
 def rank(number: int, port: int, **variables: str) -> dict[str, str]:
     """The environment that torchrun gives one of two ranks."""
     rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -69,6 +69,14 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
     assert settle_precision(load_config(ROOT / "config.yaml"), RankContext()).training.precision == "fp32"
 
 
+def test_precision_fits_the_oldest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    generations = {0: (8, 6), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generations[device.index])
+    config, first, second = load_config(ROOT / "config.yaml"), torch.device("cuda:0"), torch.device("cuda:1")
+    for devices, precision in (((first,), "bf16"), ((second,), "fp16"), ((first, second), "fp16")):
+        assert settle_precision(config, RankContext(devices=devices)).training.precision == precision
+
+
 def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
@@ -86,6 +94,23 @@ def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None
     backward(strategy, scale=float("inf"))
     strategy.optimizer_step(max_gradient_norm=None)
     assert torch.equal(model.weight, before)
+
+
+def test_transposed_buffer_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses such tensors; gloo takes them."""
+
+    def broadcast(tensor: Tensor, src: int) -> None:
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+        tensor.fill_(7)
+
+    monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.zeros(3, 2).t())
+    strategy = Strategy(TrainingConfig(), RankContext(rank=1, world_size=2))
+    strategy.prepare(model)
+    strategy.synchronize_buffers()
+    assert torch.equal(model.table, torch.full((2, 3), 7.0)) and not model.table.is_contiguous()
 
 
 def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() -> None:

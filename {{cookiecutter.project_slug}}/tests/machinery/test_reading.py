@@ -1,4 +1,4 @@
-"""Batches on their way to the device. What needs a GPU, the copy stream, runs in every training there."""
+"""Batches on their way to the device, and the processes that read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
-from template_package.data.loader import move
+from template_package.data.loader import BatchReader, move
 from template_package.launching.distributed import RankContext
 from template_package.training.evaluation import EvaluationLoader
 
@@ -62,6 +62,29 @@ class ProcessIds(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return os.getpid()
+
+
+class WholeBatches(ProcessIds):
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
+def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> None:
+    table = type("Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"})()  # Hugging Face's: it decodes
+    context = RankContext(devices=(torch.device("cuda"),))
+    workers = [BatchReader(each, LoaderConfig(), context, 0, "x").num_workers for each in (WholeBatches(), table)]
+    assert workers[0] == 0 < workers[1]
+
+
+def test_evaluation_begins_with_the_longest_samples() -> None:
+    """The first batch is rehearsed before step 1: if the others were larger, memory would run out after training."""
+    dataset = ProcessIds()
+    dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
+    first = [
+        next(EvaluationLoader(dataset, LoaderConfig(), RankContext(rank, 2), "validation").read(2, num_parts=1)).request
+        for rank in range(2)
+    ]
+    assert [request.indices for request in first] == [[2, 5], [6, 3]]
 
 
 def test_workers_stay_from_one_evaluation_to_the_next() -> None:

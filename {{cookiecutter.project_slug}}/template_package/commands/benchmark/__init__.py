@@ -175,7 +175,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {key: median(run[key] for run in row.runs) for key in MEDIANS.split()}
         summaries.append(entry)
         base, times = summaries[0], [run["seconds_per_step"] for run in row.runs]
-        # Dropout draws other numbers on other ranks, which alone makes a fifth in the steep beginning of a training.
+        # Dropout depends on the number of ranks. Early in a training this alone can change the loss by a fifth.
         gain = max(0.0, base["first_loss"] - base["final_loss"])
         limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
         entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *typed, *row.arguments])}

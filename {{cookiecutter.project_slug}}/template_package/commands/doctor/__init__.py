@@ -78,7 +78,7 @@ def _consult(line: CommandLine) -> Iterator[Finding]:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_checks, args=(line, sender))
     process.start()
-    sender.close()  # or the end of that process would not be the end of its answers
+    sender.close()  # this copy would keep the pipe open, and the death of that process would go unnoticed
     for name, _, remedy in CHECKS:
         try:
             if not receiver.poll(max(0.0, STARTED_AT + SECONDS - time.time())):

@@ -103,8 +103,10 @@ def clutch(_: nn.Module) -> None:
 
 
 def abort(_: nn.Module) -> None:
-    """Write a reason to stderr and abort, like NCCL's watchdog."""
-    os.write(2, b"CUDA error: device-side assert triggered\n")
+    """Write a reason and C++'s stacks to stderr and abort, like NCCL's watchdog."""
+    frames = "".join(f"frame #{number}: c10d::ProcessGroupNCCL::run() + 0x{number:x}\n" for number in range(9))
+    block = f"Exception raised from run at ProcessGroupNCCL.cpp:2063 (most recent call first):\n{frames}\n"
+    os.write(2, f"CUDA error: device-side assert triggered\n{block}{block}".encode())
     os.abort()
 
 
