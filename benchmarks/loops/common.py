@@ -26,7 +26,7 @@ class OrderedBatches(Sampler[list[int]]):
 
     def __init__(self, settings: Settings, rank: int, num_ranks: int) -> None:
         size = settings.global_batch_size
-        self._first, self._last = size * rank // num_ranks, size * (rank + 1) // num_ranks
+        self._first, self._last = -(-size * rank // num_ranks), -(-size * (rank + 1) // num_ranks)
         self._settings, self._epoch = settings, 0
         self.batch_size, self.drop_last = self._last - self._first, False  # Accelerate asks for these
 

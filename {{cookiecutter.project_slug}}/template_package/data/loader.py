@@ -166,7 +166,7 @@ class TrainLoader:
     def start(self, epoch: int, position: int) -> None:
         """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
         batches = self._global_batches(epoch, position)
-        # For 32 steps at once: made step by step, in CPU caches that a step has emptied, they take far longer.
+        # For 32 steps at once: made one by one, with CPU caches that a step has left cold, they take far longer.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 
@@ -223,7 +223,7 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # As many pieces on each rank: forward may hold collectives (FSDP). Empty ones weigh 0; rank 0 never has one.
+        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0; rank 0 has none.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = global_batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]

@@ -117,10 +117,11 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
         return None
-    # Memory that ran out comes first: meanwhile NCCL may abort the others.
-    rank, code = min(silent or failed, key=lambda each: each[1] != OUT_OF_MEMORY)
     first = Failure(*json.loads(store.get(FAILURE))) if store.check([FAILURE]) else None
-    if first and (not silent or first.rank == rank):  # NCCL may abort a rank that has just stored its traceback
+    told = first and first.rank
+    # Memory that ran out comes first. NCCL may abort the others, and a rank that has just stored its traceback.
+    rank, code = min(silent or failed, key=lambda it: (it[1] != OUT_OF_MEMORY, it[1] == -signal.SIGABRT, it[0] != told))
+    if first and (not silent or rank == told):
         return first
     text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, without a word"
     text = text.replace("SIGKILL", "SIGKILL (out of memory?)")

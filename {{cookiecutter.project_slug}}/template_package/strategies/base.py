@@ -109,7 +109,7 @@ class Strategy:
         """Return model, optimizer and scaler state on the CPU. All ranks must call it; only rank 0's is complete."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
-        # Before the first step torch's function would make one to create the state: AdamW would count one too many.
+        # Before the first step torch's function would take one, to create the state, and AdamW would count it.
         optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if self.optimizer.state else {}
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 

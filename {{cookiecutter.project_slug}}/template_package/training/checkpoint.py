@@ -123,7 +123,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
         check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
         if wanted == "never" or wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
             remedy = "Choose another name=…, or set checkpoint.resume=auto to continue."
-            raise ConfigError(f"checkpoint.resume={wanted}: {run} holds a run that began with another value. {remedy}")
+            raise ConfigError(f"checkpoint.resume={wanted}: {run} already holds a run. {remedy}")
         return state
     if (weights := run / "model.safetensors").exists():
         raise ConfigError(f"name={config.name}: a new run would replace {weights}. Choose another name=….")

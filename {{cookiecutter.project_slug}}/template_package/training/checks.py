@@ -67,9 +67,9 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
     try:
         rehearse(strategy, micro_batch, context, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
-        cause = f"an epoch's last batch has {num_left} samples, a micro-batch one, and the model fails on it ({error})"
+        cause = f"an epoch's last {num_left} samples leave a micro-batch of one, and the model fails on it ({error})"
         key = f"training.global_batch_size={loader.global_batch_size}"
-        raise ConfigError(f"{key}: {cause}. Choose another size, or fewer devices.") from None
+        raise ConfigError(f"{key}: {cause}. Choose another global or micro-batch size, or fewer devices.") from None
 
 
 class MemoryLimit:

@@ -46,8 +46,8 @@ class Evaluator:
         metrics = user_model.build_metrics(self._model_config).to(self._context.device)
         self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
         for metric in self._parts:
-            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers; rank 0 may have nothing
-        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
+            metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
+        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")  # on rank 0
         return metrics
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Evaluator:
                 user_model.update_metrics(metrics, outputs, batch)
             weight = loss_weight_of(micro_batch, strategy.module, self._context)
             for name, value in figures.items():
-                # The mean of an empty piece may be NaN. There is no gradient here, so 0 can take its place.
+                # If nothing counts, the mean may be 0/0. There is no gradient here, so 0 can take its place.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         if log is not None:
             call_on_evaluation_end(strategy, log)

@@ -3,7 +3,7 @@
 After SIGTERM to `python run.py` with several ranks:
 1. The launching process (launching/processes.py) writes STOP to the store; if no rank is READY yet, it kills them all.
 2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
-3. Each rank writes under BEGUN how many steps and batches it has begun. All go on to the largest: a step needs all.
+3. Each rank writes under BEGUN how many steps and batches it has begun. All go on to the most: a step needs all ranks.
 4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
 A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
 """
@@ -48,8 +48,7 @@ class StopRequest:
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         self._store = context.store.clone()  # for the thread: on a shared one, a thread that waits blocks the other
-        # Ranks that processes.py starts ignore Ctrl-C and a lost terminal, which reach the whole group.
-        self._handlers = stop_signals_call(self._receive)
+        self._handlers = stop_signals_call(self._receive)  # processes.py's ranks ignore Ctrl-C, which the group gets
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()

@@ -161,8 +161,11 @@ def test_traceback_of_a_rank_that_aborts_right_after_it_is_told() -> None:
     store.set(FAILURE, json.dumps(Failure(1, 1, "its traceback")))
     told = _find_failure([1, -signal.SIGABRT], store)
     assert told is not None and (told.rank, told.text, told.is_silent) == (1, "its traceback", False)
-    killed = _find_failure([-signal.SIGKILL, 1], store)
-    assert killed is not None and killed.rank == 0 and "killed by SIGKILL" in killed.text
+    both = _find_failure([-signal.SIGABRT, -signal.SIGABRT], store)
+    assert both is not None and both.text == "its traceback"
+    for code in (1, -signal.SIGABRT):  # it lost its connection
+        killed = _find_failure([-signal.SIGKILL, code], store)
+        assert killed is not None and killed.rank == 0 and "killed by SIGKILL" in killed.text
 
 
 def test_memory_that_runs_out_under_a_launcher_is_told(project: Project) -> None:

@@ -46,7 +46,7 @@ def test_losses_are_those_of_the_cpu(project: Project, strategy: str, devices: t
 
 
 def test_group_of_nccl_with_one_rank_trains(project: Project) -> None:
-    """One rank makes a group only where its weights lie elsewhere than it computes."""
+    """One rank makes a group only if its weights lie elsewhere than where it computes."""
     run(project, "name=plain", *ONE, *FP32)
     words = ("device_ids=0", "launch.backend=nccl", "strategy=fsdp", "fsdp.cpu_offload=true")
     run(project, "name=nccl", *words, *FP32, command=TORCHRUN)

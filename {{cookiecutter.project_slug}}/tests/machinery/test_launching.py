@@ -117,10 +117,10 @@ def test_several_nodes_need_a_place_to_meet() -> None:
 
 
 def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the test leaves there goes when it ends
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "127.0.0.1", is_one_machine=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") or sys.platform != "linux"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/route is Linux's")
@@ -139,10 +139,10 @@ ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
 """
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: routes)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the test leaves there goes when it ends
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "node-0")
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def rank(number: int, port: int, **variables: str) -> dict[str, str]:

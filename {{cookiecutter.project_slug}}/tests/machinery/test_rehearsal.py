@@ -103,14 +103,14 @@ def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None
 
 
 def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: Project) -> None:
-    """103 samples: of 100, the last batch leaves 1 for one rank and 2 for the other; of 96, 3 and 4, cut in halves."""
+    """103 samples: in batches of 100 the last leaves the ranks 2 and 1; in batches of 96, 4 and 3, each cut in two."""
     project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
     words = ("device_ids=cpu,cpu", "training.global_batch_size=100", "training.epochs=1")
     output = project.run(*words, code=2)
-    assert "training.global_batch_size=100: an epoch's last batch has 3 samples, a micro-batch one" in output
+    assert "training.global_batch_size=100: an epoch's last 3 samples leave a micro-batch of one" in output
     assert "Traceback" not in output and not (project.directory("run") / "metrics.jsonl").exists()
     halves = (words[0], "training.global_batch_size=96", "training.micro_batch_size=2", words[2])
-    assert "an epoch's last batch has 7 samples, a micro-batch one" in project.run("name=halves", *halves, code=2)
+    assert "an epoch's last 7 samples leave a micro-batch of one" in project.run("name=halves", *halves, code=2)
     project.run("name=one", "device_ids=cpu", *words[1:])
     project.run("name=two", words[0], "training.global_batch_size=99", words[2])  # 2 samples for each rank
 
