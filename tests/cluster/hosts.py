@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-TOLERANCE = 1e-5
-"""Relative tolerance of losses: sums in another order differ by 1e-8 to 1e-7 after the steps that the tests train."""
+TOLERANCE = 1e-4
+"""Relative tolerance of losses: after the steps that the tests train, sums in another order differ by 1e-8 to 1.5e-5
+(in float64 by 4e-16), shares of equal weight by more than 3e-3."""
 MARK = "DDP_MARK_OF_CLUSTER"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "NNODES", "SLURM_", "SBATCH_", "OMPI_", "PMI")
 FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_")
