@@ -260,7 +260,7 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
-    """Yield an error message for each wrong key. Split the text of a list key in place: betas=0.9,0.95."""
+    """Yield an error message for each wrong key. Where a key takes a list, split its text (0.9,0.95) in place."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"

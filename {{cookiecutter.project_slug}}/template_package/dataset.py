@@ -2,7 +2,7 @@
 
 Put your own in by rewriting this file: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
 model.py; `run.py predict` uses `read_inputs`. Optional attributes of a data set, one number a sample: `sample_lengths`
-(like lengths share a batch) and `sample_weights` (an epoch draws samples in proportion to them).
+(samples of similar length share a batch), `sample_weights` (an epoch draws in proportion to them).
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, flush it to disk and rename it. Raises FailureError if that fails."""
+    """Let `write` fill a file next to `path`, sync it, rename it to `path`. Raises FailureError if that fails."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

@@ -76,5 +76,5 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the ranks."""
+    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the metrics of all ranks."""
     metrics.update(outputs, batch.targets)

@@ -1,7 +1,7 @@
-"""The training loop: fit, train_step, evaluate, save, resume. The third file, beside model.py and dataset.py, to edit.
+"""The training loop: fit, train_step, evaluate, save, resume. A file to edit, like model.py and dataset.py.
 
-data/loader.py decides which samples a rank sees, strategies/ hold the differences between strategies, and each
-guarantee that takes intricate code (stopping together, equal replicas, exact resume) has a file in training/.
+data/loader.py decides which samples a rank sees; strategies/ holds what differs between strategies.
+training/ has a file for each intricate guarantee (stopping together, equal replicas, exact resume).
 """
 
 import logging
@@ -131,8 +131,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
-        is_logged, training_metrics() (their means over ranks are the global batch's), and the norm before clipping.
+        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss (and
+        of training_metrics() if is_logged; the means over ranks are the global batch's), and the unclipped norm.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

@@ -43,19 +43,19 @@ logging: {every_steps: 1, tracker: none, report: false}
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what a launcher, or pytest's own, may have set."""
+    """This process's environment without the variables that a launcher, or pytest's launcher, may set."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
     return {key: value for key, value in os.environ.items() if key not in hidden}
 
 
 def heed_ctrl_c() -> None:
-    """Undo that a shell's background jobs ignore SIGINT, and so all that they start."""
+    """Restore Ctrl-C (SIGINT), which a shell's background jobs, and all that they start, ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Session:
-    """A process that runs commands one after the other (workload/session.py): what they start is real, but the fork
-    server, whose imports take most of a start, is the same for all.
+    """A process that runs commands one after the other (workload/session.py). What they start is real,
+    except that all share one fork server, whose imports take most of the time of a start.
     """
 
     def __init__(self, folder: Path, output: Path) -> None:
@@ -63,7 +63,7 @@ class Session:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
-        """Exit code (None if there was no end in time) and output."""
+        """Exit code (None if the command did not end in time) and output."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
@@ -175,7 +175,7 @@ class Project:
         os.utime(path, (written_at + 10, written_at + 10))  # Python keeps what it compiled in the same second
 
     def append(self, file: str, code: str) -> None:
-        """Add code to the end of a file of the package: a function of the same name takes the place of the former."""
+        """Add code to the end of a file of the package. A function in it replaces an earlier one of the same name."""
         path = self.folder / PACKAGE / file
         text = path.read_text(encoding="utf-8")
         self.edit(file, text, f"{text}\n\n{code}\n")
@@ -208,7 +208,7 @@ class Project:
         return state
 
     def rewind(self, name: str, step: int, new_name: str) -> None:
-        """Copy a run as it would be, had it been killed after the checkpoint of `step`."""
+        """Copy a run as if it had been killed after the checkpoint of `step`."""
         import torch
 
         shutil.copytree(self.directory(name), self.directory(new_name))

@@ -19,7 +19,7 @@ Refuse = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without your complete_config(), which may read data that are not on this machine."""
+    """Remove your complete_config(), which may read data that are not on this machine."""
     monkeypatch.delattr(user_model, "complete_config", raising=False)
 
 
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def refuse(path: Path) -> Refuse:
     def refuse(*overrides: str) -> str:
-        """The message for these words, which must be one line."""
+        """The message of the error that these command-line words raise; it must be one line."""
         with pytest.raises(ConfigError) as refusal:
             load_config(path, overrides)
         assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500

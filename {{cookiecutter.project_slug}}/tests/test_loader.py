@@ -1,4 +1,4 @@
-"""Tests of who gets which samples, without processes: every rank's requests side by side."""
+"""Tests which rank gets which samples; one process makes the requests of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from template_package.training.evaluation import EvaluationLoader
 
 @pytest.fixture(autouse=True)
 def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `collate` in dataset.py and `loss_weight` in model.py, which would not fit the data here."""
+    """Ignore your `collate` in dataset.py and `loss_weight` in model.py, which would not fit the data here."""
     monkeypatch.setattr(loader_module, "_collate", default_collate)
     monkeypatch.setattr(loader_module, "_loss_weight", None)
 
@@ -72,7 +72,7 @@ def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -
 
 
 def indices_of(batches: list[MicroBatch]) -> list[int]:
-    """The samples that count."""
+    """The indices of the samples, without micro-batches that only fill up (num_samples is 0)."""
     return [i for micro in batches if micro.request.num_samples for i in micro.request.indices]
 
 
@@ -148,7 +148,7 @@ class Sized(Batches):
 
 
 def padded(batches: list[list[int]], lengths: list[int]) -> float:
-    """Places in the batches for each one that is filled."""
+    """The number of places in the padded batches, divided by the number of filled places."""
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     return padded / sum(lengths[i] for batch in batches for i in batch)
 
@@ -285,7 +285,7 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
 
 
 def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
-    """One normal number a step: each generator keeps the second of two."""
+    """Draw one normal number a step: a generator makes two at once and keeps the second for its next draw."""
 
     def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:
         random.seed(1)

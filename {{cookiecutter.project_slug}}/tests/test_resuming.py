@@ -1,4 +1,4 @@
-"""The same name again: a resumed run equals an uninterrupted one, to the bit; a run of other settings is refused."""
+"""Starting a name again: a resumed run equals an uninterrupted one to the bit; other settings are refused."""
 
 from __future__ import annotations
 

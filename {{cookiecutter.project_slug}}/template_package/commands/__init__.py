@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the Config from the config file and the arguments. Raises ConfigError.
 
-        evaluate and predict read the run's own config.yaml instead, unless --config is typed or a launcher has started
-        the ranks. The present file still decides name, device_ids, launch, loader and evaluation.
+        evaluate and predict read the config.yaml in the run's folder instead, unless --config is typed or a
+        launcher started the ranks. The config file still sets name, device_ids, launch, loader and evaluation.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -1,4 +1,4 @@
-"""`python run.py smoke`: two gloo ranks on the CPU train your model, save, are resumed by a second run, and evaluate.
+"""`python run.py smoke`: trains your model on two CPU ranks (gloo), saves, resumes in a second run, evaluates.
 
 This process checks the files of these runs, then deletes them. If the test fails, .smoke/log.txt stays.
 """

@@ -85,8 +85,8 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
     """Return the indices at these positions of a shuffled range(num_samples), (n,) int64, without shuffling it all.
 
-    Six rounds of a Feistel network permute the numbers below a power of 4. A result that is no index goes through
-    again until it is one (cycle walking): three times on average at most.
+    Six rounds of a Feistel network permute the numbers below a power of 4. A result beyond the last index
+    is permuted again until it is a valid index (cycle walking), on average at most three times.
     """
     half = max(1, ((num_samples - 1).bit_length() + 1) // 2)  # bits
     left, right = positions >> half, positions & (1 << half) - 1
@@ -103,8 +103,8 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """Reorder `order` so that each global batch of `size` has samples of similar length and needs little padding.
 
-    Every WINDOW batches of the order are sorted by length and cut anew, then the epoch's batches are shuffled. A
-    shorter last batch stays at the end, unsorted.
+    Each group of WINDOW batches is sorted by length and cut into batches again; then all batches of the
+    epoch are shuffled. A shorter last batch stays at the end, unsorted.
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
@@ -116,7 +116,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """Return the data set's attribute of that name as float64, one number per sample, or None if it has none."""
+    """Return the data set's attribute `name` as float64, one number per sample, or None without that attribute."""
     if getattr(dataset, name, None) is None:
         return None
     numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
@@ -173,8 +173,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield the micro-batches of this rank's share of the next global batch, each with its weight in the loss.
 
-        A weight is the micro-batch's part of the global batch, times world_size. Averaged over ranks, weights sum to 1.
-        With loss_weight in model.py all micro-batches of the step are read before the first one runs.
+        A weight is the micro-batch's part of the global batch, times world_size. The weights, summed on each
+        rank, average 1 over all ranks. With loss_weight in model.py, a step is read whole before it runs.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -221,7 +221,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Cut this rank's share of a global batch into micro-batches. Sizes of either differ by at most 1 sample."""
+        """Cut this rank's share of a global batch into micro-batches. Shares and pieces differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0; rank 0 has none.
         largest_share = -(-size // world_size)
@@ -238,9 +238,9 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 
-    It seeds the generators from (seed, epoch, index) before each item, and from the first index before collate. It
-    seeds only the generators that the data set has used: after the first use of one it reads the micro-batch again,
-    seeded. If the data set has `__getitems__`, one call reads the whole batch.
+    It seeds the generators from (seed, epoch, index) before each item, and from the first index before
+    collate, but only the generators that the data set uses. When the data set first uses one, the batch is
+    read again, seeded. If the data set has `__getitems__`, one call reads the whole batch.
     """
 
     max_workers = 8
@@ -271,7 +271,7 @@ class Fetcher(Dataset[MicroBatch]):
         self._epoch = epoch
 
     def _read(self, request: Request) -> Any:
-        """Read the batch. Read it again if it is the first to draw from a generator that was not seeded."""
+        """Read the batch. If the data set draws from a generator that was not seeded, seed it and read again."""
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
@@ -346,7 +346,7 @@ class BatchReader:
             )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """Read the requested micro-batches, in order. What an earlier call has not delivered yet is dropped."""
+        """Read the requested micro-batches, in order. Drop any that an earlier call requested but did not deliver."""
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
@@ -394,7 +394,7 @@ def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "num
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a 63-bit hash of (seed, epoch, index) as a seed. Their sum would often give the same seed twice."""
+    """Return a 63-bit hash of (seed, epoch, index) as a seed. The sum of the three would often repeat a seed."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

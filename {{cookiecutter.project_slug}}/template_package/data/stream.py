@@ -1,7 +1,7 @@
 """Reads a training set without a length (a stream). Each rank, and each of its workers, reads its own part of it.
 
-For the rest of the package a stream is one epoch without end. Here it has passes: when all parts have ended, a new
-pass begins. A checkpoint holds the cursor of each rank in its parts.
+To the rest of the package a stream is one endless epoch. This file reads it in passes: when all parts
+have ended, a new pass begins. A checkpoint holds each rank's cursor, its position in its parts.
 """
 
 import logging
@@ -45,7 +45,7 @@ class StreamLoader(TrainLoader):
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Read a micro-batch from the beginning, to rehearse. Steps read the stream anew, so that no item is lost."""
+        """Read this rank's first micro-batch, to rehearse with. Training opens the stream anew, so no item is lost."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
         self.cursor = self.cursor or beginning
@@ -59,7 +59,7 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor at the beginning of a pass: this rank's parts (one per worker), and whose turn it is."""
+        """Return the cursor at the beginning of a pass: this rank's parts (one per worker), and which to read next."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
@@ -162,6 +162,6 @@ class PartFetcher(Fetcher):
 
 
 def _has(layer: Any, name: str) -> bool:
-    """Return True if this attribute is true for a layer of a Hugging Face data set, or for a layer within it."""
+    """Return True if the attribute `name` is true in this layer of a Hugging Face data set or in one inside it."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
     return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

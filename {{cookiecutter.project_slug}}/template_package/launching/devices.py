@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock `named`, or the `number` free GPUs with most memory (0: all; none if too few). Also count the free GPUs."""
+    """Lock `named`, or if enough are free, `number` GPUs (0: all) with most free memory. Count the free GPUs."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -201,7 +201,7 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """Return a lock on the name, or None if another process has it. It lasts until this process and its forks end."""
+    """Return a lock on the name, or None if it is taken. The lock lasts until this process and its forks end."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out

@@ -70,7 +70,7 @@ def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
 
 
 def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
-    """Join the process group, if this rank has not yet. A single rank joins one only if its strategy needs it."""
+    """Join the process group, unless already in it. A single rank needs a group only if its strategy does."""
     if dist.is_initialized():
         return
     is_nccl = backend == "nccl" or (backend == "auto" and context.device.type == "cuda")

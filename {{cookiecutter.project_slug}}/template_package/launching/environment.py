@@ -90,9 +90,9 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
-    """Set gloo's and NCCL's network interface to `wanted`. For None, set gloo's to the one on the route to `address`.
+    """Make gloo and NCCL use the interface `wanted`. If it is None, gloo uses the one that leads to `address`.
 
-    gloo's own choice is the interface of the host's name, often the loopback. For None, a set GLOO_SOCKET_IFNAME stays.
+    gloo's default is the host name's interface, often the loopback. None keeps a set GLOO_SOCKET_IFNAME.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

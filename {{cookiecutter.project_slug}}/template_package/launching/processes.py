@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    A stop signal reaches the ranks through the store. It kills them if none is READY yet, or if Ctrl-C comes twice.
+    The store passes a stop signal on to the ranks. If none is READY yet, or at a second Ctrl-C, kill them.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the first failure, or None. A killed rank comes first: the others only lost their connection to it."""
+    """Return the original failure, or None. Prefer a killed rank's: the others only lost the connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:

@@ -1,7 +1,7 @@
 """Trains with Hugging Face Accelerate, which wraps the model, delays the averaging of gradients and runs backward.
 
 config.yaml and the launcher decide all settings. `accelerate launch` may start the ranks; if its settings contradict
-config.yaml, ConfigError says so. The base class clips gradients and steps: Accelerate would call the same functions.
+config.yaml, ConfigError says so. The base class clips and calls optimizer.step(), as Accelerate would.
 """
 
 import os

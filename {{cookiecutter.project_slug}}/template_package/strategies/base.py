@@ -88,7 +88,7 @@ class Strategy:
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the gradients of loss * weight. Averaged over ranks, the weights of one step's micro-batches sum to 1."""
+        """Add the gradients of loss * weight. A step's weights, summed on each rank, average 1 over the ranks."""
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
@@ -144,7 +144,7 @@ class Strategy:
         return nullcontext()
 
     def drop_gathered(self) -> None:
-        """Drop whole copies of weights that the last forward pass has left, since the weights are about to change."""
+        """Drop the whole copies of weights that the last forward pass left, since the weights are about to change."""
 
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, for evaluating and saving: running statistics differ between ranks."""

@@ -23,7 +23,7 @@ NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # ke
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
-    """Return the config with `auto` resolved: bf16 if all ranks have GPUs from Ampere on, fp16 for older, else fp32."""
+    """Resolve `auto` in the config: fp32 if a rank has no GPU, fp16 if a GPU is older than Ampere, else bf16."""
     if config.training.precision != "auto":
         return config
     generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's optimizer state on every rank. torch's own function calls step(), and so a user's step hooks."""
+    """Load rank 0's optimizer state on all ranks. torch's own function calls step() and its hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:

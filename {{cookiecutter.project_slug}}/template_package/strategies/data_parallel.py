@@ -1,4 +1,4 @@
-"""nn.DataParallel: one process drives several GPUs, with a thread and a copy of the model for each in every forward.
+"""nn.DataParallel: one process drives several GPUs; every forward makes a thread and a model copy per GPU.
 
 All threads share one Python interpreter, so ddp is faster. A batch is cut along the first dimension of the model's
 inputs; compute_loss sees the outputs of the whole micro-batch on the first GPU, so its mean weighs every sample alike.

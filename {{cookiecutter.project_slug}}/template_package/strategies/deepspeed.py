@@ -1,7 +1,7 @@
 """Trains with DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), with settings made from config.yaml.
 
-Stage 0 keeps everything on each rank, like DDP. Stage 1 shards the optimizer's state over the ranks, 2 gradients too,
-3 the weights too. Weights stay fp32; forward passes run in autocast. zero/ makes settings and portable checkpoints.
+Stage 0 keeps everything on each rank, like DDP; stage 1 shards optimizer state, 2 also gradients, 3 also
+weights. Weights stay fp32; forward passes use autocast. zero/ makes settings and portable checkpoints.
 """
 
 import os
@@ -85,7 +85,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Mark the last micro-batch. Stages 0 and 1 average gradients in its backward, stages 2 and 3 in each."""
+        """Mark the last micro-batch. Stages 0, 1 average gradients only in its backward, 2 and 3 in every backward."""
         self._is_last_micro_batch = is_last_micro_batch
         self.model.set_gradient_accumulation_boundary(is_last_micro_batch)
         return nullcontext()
@@ -116,7 +116,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of whole parameters, recorded before stage 3 left empty tensors."""
+        """Return the shapes of whole parameters, recorded before stage 3 replaced them by empty tensors."""
         return self._shapes
 
     def local_weights(self) -> list[Tensor]:
@@ -160,7 +160,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 )
 
     def _update_scale(self, *, is_skipped: bool) -> None:
-        """Update the loss scale like GradScaler.update(), which needs an optimizer that GradScaler itself stepped."""
+        """Update the loss scale by the rule of GradScaler.update(), which needs a step made by GradScaler."""
         state = self.scaler.state_dict()
         num_good = 0 if is_skipped else state["_growth_tracker"] + 1
         factor = state["backoff_factor"] if is_skipped else 1.0

@@ -172,7 +172,7 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """Write what this rank prints or logs to logs/rank_<r>.log inside this context, and an exception of the body."""
+    """Inside this context, write this rank's prints, logs and uncaught exceptions to logs/rank_<r>.log."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind

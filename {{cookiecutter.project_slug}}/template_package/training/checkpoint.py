@@ -83,8 +83,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-    """Return the state in a checkpoint, on the CPU, without executing code from the file. Raise ConfigError if the file
-    is damaged or no checkpoint. Raise OSError if the disk fails: an older one would be taken for the newest otherwise.
+    """Return a checkpoint's state on the CPU without running code from it. Raise ConfigError if it is damaged
+    or no checkpoint. Raise OSError if the disk fails, lest an older checkpoint be taken for the newest.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0 and return the state. Other ranks, which may share no disk, get meta tensors as weights."""
+    """Return what `read` returns on rank 0. Other ranks may not see its disk; they get meta tensors as weights."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -140,7 +140,7 @@ def check_same(
 ) -> None:
     """Raise ConfigError if two configs (as plain dicts) differ in one of these dotted keys or below it.
 
-    If model.py has a new field, the stored config counts as holding its default. A removed field is only logged.
+    For a new field in model.py, the stored config is read as holding its default. Removals are only logged.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load weights, optimizer, counts and random states. Raise ConfigError if they are of another model or data set."""
+    """Load weights, optimizer, counts, random states. Raise ConfigError if the model or data set is another."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write weights as safetensors under their plain names. Write a tensor that `module` has under two names once."""
+    """Write weights as safetensors under plain names. A tensor with two names in `module` is written only once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

@@ -150,6 +150,6 @@ def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return XOR of all elements plus sum of all bytes, an int64 scalar. With XOR alone, all ones equal all zeros."""
+    """Return XOR of all elements plus sum of all bytes (int64): XOR alone cannot tell all ones from all zeros."""
     content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
     return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

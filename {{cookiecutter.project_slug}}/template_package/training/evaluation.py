@@ -128,8 +128,8 @@ class Evaluator:
     def _compute_over_ranks(self) -> dict[str, Any]:
         """Return the metrics by name (numbers or nested lists), the same on every rank, and reset them.
 
-        Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say) entry by
-        entry: ranks with different numbers of them wait for each other or crash, and one without samples computes nan.
+        Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say)
+        entry by entry: ranks with lists of different lengths hang or crash; a rank without samples computes nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
@@ -147,7 +147,7 @@ class Evaluator:
 
 
 class EvaluationLoader:
-    """Reads each sample once, over all ranks. All run the same number of micro-batches, as with TrainLoader."""
+    """Reads each sample once, over all ranks. All ranks run equally many micro-batches, as with TrainLoader."""
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None

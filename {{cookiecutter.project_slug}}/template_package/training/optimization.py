@@ -20,7 +20,7 @@ def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 class Optimizers(Optimizer):
-    """Steps several optimizers as one, which has the parameter groups of all. They share one state."""
+    """Steps several optimizers as one optimizer that has all their parameter groups. They share one state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.

@@ -49,7 +49,7 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if `section` is due after this step. at_end: also if the section is switched on at all."""
+        """Return True if `section` is due after this step. at_end: any section that is switched on is due."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
@@ -67,7 +67,7 @@ class Progress:
         return is_better
 
     def is_logged(self, every_steps: int) -> bool:
-        """Return True if the step's figures are logged: every `every_steps` steps, and at each epoch's last."""
+        """Return True if the step's figures are logged: every `every_steps` steps, and at each epoch's last step."""
         return self.step % every_steps == 0 or self.is_epoch_end
 
     def describe(self) -> str:

@@ -54,7 +54,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
-    """Log the devices. Return those of all ranks on rank 0, an empty list on the others. All ranks must call it."""
+    """Log the devices. Return all ranks' devices on rank 0, else an empty list. All ranks must call it."""
     own = [f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}" for d in context.devices]
     devices = [*chain(*(gather_objects(own) or []))]
     for note in context.device_notes:  # each node logs its own notes
@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """Write config.yaml (resolved) and environment.json on rank 0. Delete the summary.json of an earlier end."""
+    """Write the resolved config.yaml and environment.json on rank 0. Delete an earlier start's summary.json."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)

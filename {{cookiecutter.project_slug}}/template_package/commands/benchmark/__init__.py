@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures each way to train your model on your data that this machine allows.
+"""`python run.py benchmark`: measures every way that this machine allows to train your model on your data.
 
 Each run is an ordinary training of some steps. The figures come from the files that the run writes.
 """
@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """Return the ways to train. One device is first, as the baseline; several devices add every strategy."""
+    """Return the ways to train: one device first, as the baseline; with several devices, also each strategy."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -166,9 +166,9 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return medians over the runs of each row that ran, its `speed_up` over the first of them, and its command.
+    """Return for each row that ran the medians of its runs, its `speed_up` over the first one, and its command.
 
-    is_loss_wrong: its loss fell less than half as far as the first row's, or is NaN. typed: the user's arguments.
+    is_loss_wrong: the loss is NaN or fell less than half as far as the first row's. typed: user's arguments.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):

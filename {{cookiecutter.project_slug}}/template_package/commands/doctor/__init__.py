@@ -1,7 +1,7 @@
 """`python run.py doctor`: tells what breaks runs here, one line per check, with its remedy; `--json` for machines.
 
-The checks run in a child process, because a check may hang. The parent process stops waiting after SECONDS. It needs
-neither torch nor your files: the checks import these in functions.
+The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. The
+parent needs neither torch nor your files: the check functions import them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check /dev/shm: loader workers pass batches through it, and NCCL the data of GPUs without a link."""
+    """Check /dev/shm: loader workers pass batches through it, and NCCL passes data between GPUs without a link."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
@@ -202,7 +202,7 @@ def check_gloo(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce over all GPUs that a run would take. It starts a kernel on each GPU, even on a single one."""
+    """Run an all-reduce over all GPUs that a run would take. It starts a kernel even if there is only one GPU."""
     if machine.gpus:
         yield _all_reduce("GPU link", machine.gpus, machine.config)
 

@@ -151,7 +151,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
-    """Draw metrics.jsonl as a list of <svg> texts: one figure per metric, for several runs one per split and metric."""
+    """Draw metrics.jsonl as <svg> texts: for one run a figure per metric, for several one per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them

@@ -1,7 +1,7 @@
 """`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. Type it again to continue.
 
-Each run is a child process `python run.py …` with its files in runs/<sweep>/. So locks, waiting for GPUs and resuming
-work as in any run. Stopping the sweep stops its runs. A restart reads all it needs from their files and sweep.json.
+Each run is a child process `python run.py …` with files in runs/<sweep>/. It takes locks, waits for GPUs
+and resumes like any run. Stopping the sweep stops its runs. A restart reads their files and sweep.json.
 """
 
 import json
@@ -41,7 +41,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Range(BaseModel, extra="forbid"):
-    """Declares a range of numbers from low to high. Both ends written as whole numbers make it a range of integers."""
+    """Declares a range of numbers from low to high. If both are written as whole numbers, it holds integers."""
 
     low: Number
     high: Number
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna they are only samples, to check the keys with."""
+        """Return each run's settings, without duplicates; for optuna only samples, which serve to check the keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. A run in sweep.json keeps its name, and its result if file and command line are unchanged."""
+        """List the runs. A run in sweep.json keeps its name and, with unchanged config and overrides, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])

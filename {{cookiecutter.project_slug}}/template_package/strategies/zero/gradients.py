@@ -1,6 +1,6 @@
 """Finds parameters without a gradient on this rank: DeepSpeed would use zeros or another parameter's gradient.
 
-The check runs before the backward pass ends. So a rank that misses a gradient fails before it shares the others.
+The check runs before backward ends. So a rank that lacks a gradient fails before it shares the rest.
 """
 
 from collections.abc import Iterable

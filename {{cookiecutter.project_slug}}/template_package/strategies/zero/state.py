@@ -1,7 +1,7 @@
 """Gathers the ranks' shards of weights and optimizer state under ZeRO for checkpoints, and shards them again.
 
-Only DeepSpeed can read DeepSpeed's own checkpoints. So this file uses names outside DeepSpeed's API, as in the version
-that constraints.txt pins.
+Only DeepSpeed can read its own checkpoints. So this file uses names that are not in DeepSpeed's API,
+but exist in the version that constraints.txt pins.
 """
 
 from typing import Any
@@ -70,7 +70,7 @@ class Groups:
 
 
 class OptimizerParts:
-    """Gathers and scatters the sharded state of an optimizer. optimizer: DeepSpeed's, above stage 0."""
+    """Gathers and scatters the sharded state of an optimizer. optimizer: DeepSpeed's, in stages 1 to 3."""
 
     def __init__(self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext) -> None:
         self._optimizer, self._groups, self._context = optimizer, groups, context
