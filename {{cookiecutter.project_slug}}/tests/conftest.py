@@ -43,7 +43,7 @@ logging: {every_steps: 1, tracker: none, report: false}
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without the variables that a launcher, or pytest's launcher, may set."""
+    """Return this process's environment without the variables that a launcher such as torchrun sets."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
     return {key: value for key, value in os.environ.items() if key not in hidden}
 

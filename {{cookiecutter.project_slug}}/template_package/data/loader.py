@@ -63,7 +63,7 @@ class Request:
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass, and the request that named them."""
+    """The samples of one forward pass, and the Request (indices, weight) that they answer."""
 
     batch: Any
     request: Request
@@ -221,7 +221,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Cut this rank's share of a global batch into micro-batches. Shares and pieces differ by at most 1 sample."""
+        """Cut this rank's share of a global batch into micro-batches. Sizes of shares differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0; rank 0 has none.
         largest_share = -(-size // world_size)

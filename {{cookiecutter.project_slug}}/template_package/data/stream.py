@@ -162,6 +162,6 @@ class PartFetcher(Fetcher):
 
 
 def _has(layer: Any, name: str) -> bool:
-    """Return True if the attribute `name` is true in this layer of a Hugging Face data set or in one inside it."""
+    """Return True if the attribute `name` is true in this Hugging Face data set, or in one that it wraps."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
     return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

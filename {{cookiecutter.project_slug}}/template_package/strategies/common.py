@@ -33,7 +33,7 @@ def settle_precision(config: Config, context: RankContext) -> Config:
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the outermost ModuleLists, ModuleDicts and Sequentials."""
+    """Yield the entries of the module's outermost ModuleLists, ModuleDicts and Sequentials."""
     for child in module.children():
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             yield child

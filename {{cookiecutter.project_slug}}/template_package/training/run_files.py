@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler that traces these steps (first, last) to profile/rank_<r>.json. Return None if none are left."""
+    """Start a profiler that writes these steps (first, last) to profile/rank_<r>.json. None: no step is left."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule
