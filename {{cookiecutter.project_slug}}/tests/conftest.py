@@ -195,7 +195,7 @@ class Project:
         ]
 
     def json(self, name: str, file: str) -> dict[str, Any]:
-        """A JSON file of the run."""
+        """Return the contents of a JSON file in the run's folder."""
         content: dict[str, Any] = json.loads((self.directory(name) / file).read_text(encoding="utf-8"))
         return content
 

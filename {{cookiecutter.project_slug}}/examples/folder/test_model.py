@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. What they state holds for any model that trains on several devices: adapt the batch."""
+"""YOURS: tests of model.py. They check what any model that trains on several devices must do: adapt the batch."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. What they state holds for any language model that trains on several devices."""
+"""YOURS: tests of model.py. They check what any language model that trains on several devices must do."""
 
 import torch
 

@@ -43,7 +43,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Build the DeepSpeed engine, which shards by stage. Without training, only stage 3 needs an engine."""
+        """Build the DeepSpeed engine; its stage decides what is sharded. An evaluation needs one only for stage 3."""
         super().prepare(model)
         if build_optimizer is None and self._stage < 3:
             return
@@ -100,7 +100,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Update the weights, drop the gradients, return their norm. In stage 0 DeepSpeed only averages gradients."""
+        """Update the weights, clear the gradients, return their norm. In stage 0 the base class does this."""
         if self._stage == 0:
             return super().optimizer_step(max_gradient_norm)
         self.model.step()

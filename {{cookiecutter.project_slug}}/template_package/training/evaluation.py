@@ -47,7 +47,7 @@ class Evaluator:
         self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
-        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")  # on rank 0
+        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")  # other ranks may have
         return metrics
 
     @torch.no_grad()

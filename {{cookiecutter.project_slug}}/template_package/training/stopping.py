@@ -3,7 +3,7 @@
 After SIGTERM to `python run.py` with several ranks:
 1. The launching process (launching/processes.py) writes STOP to the store; if no rank is READY yet, it kills them all.
 2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
-3. Ranks write under BEGUN how many steps and batches they began. All go on to the most: steps need all.
+3. Each rank writes under BEGUN how many steps and batches it began. All ranks go on to the largest number.
 4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
 A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
 """
