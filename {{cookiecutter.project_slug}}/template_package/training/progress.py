@@ -49,7 +49,7 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if `section` is due after this step. at_end: any section that is switched on is due."""
+        """Return True if the section's evaluation or checkpoint is due now. at_end: it is due unless switched off."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
@@ -87,7 +87,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return another run's state at the same place in the data, with its steps counted in this run's batch size."""
+        """Convert another run's state: the same position in the data, but steps of this run's global batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0
@@ -113,8 +113,10 @@ class StepClock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         paused_at = self.seconds
-        yield
-        self._started_at = time.perf_counter() - paused_at  # a pause inside it counts once
+        try:
+            yield
+        finally:  # a request to stop may end an evaluation
+            self._started_at = time.perf_counter() - paused_at  # a pause inside it counts once
 
     def samples_per_second(self, num_samples_seen: int) -> float:
         """Return the training speed since the previous call."""

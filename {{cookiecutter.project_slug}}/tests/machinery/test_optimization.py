@@ -1,6 +1,8 @@
-"""The optimizer against plain torch, and the learning rate against closed forms and torch's own schedulers."""
+"""Tests of the optimizer against plain torch, and of the learning rate against closed forms and torch's schedulers."""
 
 import math
+import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +16,9 @@ from template_package.config import OptimizerConfig, ScheduleConfig, TrainingCon
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.training.optimization import build_optimizer
+from template_package.training.progress import StepClock
 from template_package.training.schedule import learning_rate, set_learning_rate
+from template_package.training.stopping import Interrupted
 
 PEAK = 0.02
 
@@ -224,6 +228,14 @@ def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
         strategy.optimizer_step(None)
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_pause_that_a_request_to_stop_ends_counts_as_no_time_in_steps() -> None:
+    clock = StepClock(0)
+    with suppress(Interrupted), clock.paused():
+        time.sleep(1)
+        raise Interrupted
+    assert clock.seconds < 0.8
 
 
 @pytest.mark.parametrize("total_steps", [10, 37, 200])
