@@ -22,10 +22,9 @@ SMALL = f"""
     ddp.gradient_compression=none training.sync_batchnorm=false loader.num_workers=0
     training.epochs={LAST_STEP} training.max_steps={LAST_STEP} training.early_stopping_epochs=null
     evaluation.every_steps={SAVED_STEP} evaluation.every_epochs=null evaluation.split=validation
-    evaluation.checkpoint=last
-    checkpoint.every_steps={SAVED_STEP} checkpoint.every_epochs=null checkpoint.keep_last=null checkpoint.resume=auto
-    logging.every_steps=1 logging.tracker=none logging.report=false
-    logging.progress_bar=false logging.profile_steps=null
+    evaluation.checkpoint=last checkpoint.every_steps={SAVED_STEP} checkpoint.every_epochs=null
+    checkpoint.keep_last=null checkpoint.resume=auto logging.every_steps=1 logging.tracker=none
+    logging.report=false logging.progress_bar=false logging.profile_steps=null
 """
 RELATIVE_TOLERANCE = 1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
 
@@ -69,7 +68,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
 
 
 def _run(task: str, arguments: list[str], command: str = "train") -> None:
-    """Run run.py with its runs in the scratch folder. Raise AssertionError with its last lines if it fails."""
+    """Run run.py with its runs in the scratch folder. If it fails, raise AssertionError with the end of its output."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}

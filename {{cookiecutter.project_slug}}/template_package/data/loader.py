@@ -55,15 +55,15 @@ class Request:
     epoch: int
     indices: list[int]
     draws: list[int]  # what each sample's random seed derives from, as epoch_order() returns it
-    # In a stream there are no indices: num_samples is how many items to read and, in the answer, how many were read.
-    num_samples: int  # how many samples count: all of them, or 0 if the batch only keeps this rank in step with others
-    weight: float  # in training: the part of the global batch, times world_size; in evaluation: num_samples
-    is_last: bool
-    cursor: Any = None  # in a stream: where to begin reading; in the answer, where it ended
+    num_samples: int  # how many of them count: all, or 0 for a filler, which a rank runs to stay together with others
+    # A stream has no indices. There, num_samples says how many items to read and, once read, how many there were.
+    weight: float = 0.0  # in training: num_samples * world_size / samples of the global batch
+    is_last: bool = False  # in training: the last one of this rank in its step
+    cursor: Any = None  # in a stream: where to begin reading and, once read, where that ended
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass, and the Request (indices, weight) that they answer."""
+    """The samples of one forward pass, and the Request (indices, weight) for which they were read."""
 
     batch: Any
     request: Request
@@ -72,8 +72,8 @@ class MicroBatch(NamedTuple):
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the shuffled indices of one epoch, the same on every rank: (num_samples,) int64.
 
-    weights: draw the samples in proportion to them, with replacement. Then add position * num_samples to each index,
-    so that the random augmentation of a sample differs each time that it is drawn.
+    weights: if given, samples are drawn in proportion to them, with replacement, and position * num_samples is added
+    to each index, so that the random augmentation of a sample differs each time that it is drawn.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -83,7 +83,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
 
 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Return the indices at these positions of a shuffled range(num_samples), (n,) int64, without shuffling it all.
+    """Return the entries of a shuffled range(num_samples) at these positions, (n,) int64, and compute only those.
 
     Six rounds of a Feistel network permute the numbers below a power of 4. A result beyond the last index
     is permuted again until it is a valid index (cycle walking), on average at most three times.
@@ -116,7 +116,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """Return the data set's attribute `name` as float64, one number per sample, or None without that attribute."""
+    """Return the data set's attribute `name` as float64, one number per sample, or None if it has no such attribute."""
     if getattr(dataset, name, None) is None:
         return None
     numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
@@ -126,7 +126,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set defines no __len__, or neither __getitem__ nor __getitems__ of its own."""
+    """Return True if the data set has no length or cannot be indexed (by __getitem__ or __getitems__)."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -146,7 +146,7 @@ def check_dataset(dataset: Any, name: str) -> int:
 
 
 class TrainLoader:
-    """Reads this rank's micro-batches, step by step, from any position on and without end."""
+    """Reads this rank's micro-batches, step by step and without end, beginning at any position."""
 
     cursor: Any = None  # what a stream's checkpoint must hold besides epoch and position
 
@@ -160,7 +160,8 @@ class TrainLoader:
         share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest share of a rank
         self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
         self._context, self._seed = context, seed
-        self._lengths, self._weights = numbers_of(dataset, "sample_lengths"), numbers_of(dataset, "sample_weights")
+        self._sample_lengths = numbers_of(dataset, "sample_lengths")
+        self._sample_weights = numbers_of(dataset, "sample_weights")
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
@@ -173,8 +174,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield the micro-batches of this rank's share of the next global batch, each with its weight in the loss.
 
-        A weight is the micro-batch's part of the global batch, times world_size. The weights, summed on each
-        rank, average 1 over all ranks. With loss_weight in model.py, a step is read whole before it runs.
+        A weight is num_samples * world_size / samples of the global batch. So the sum of weight * loss on each rank,
+        averaged over the ranks, is the global batch's mean. With loss_weight in model.py, the whole step is read first.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -187,7 +188,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return the largest micro-batch (or `choose`'s pick) of the step at this position, without using it up."""
+        """Return the largest (choose=min: smallest) micro-batch of the step at this position, for a rehearsal."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
@@ -206,13 +207,13 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield each global batch from that position on: its epoch, and its part of the epoch's order."""
+        """Yield each global batch, beginning at `position`: its epoch, and the indices of its samples."""
         size, num_samples = self.global_batch_size, self.num_samples
-        is_long = self._lengths is self._weights is None and num_samples >= LONG
+        is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
-            order = torch.empty(0) if is_long else epoch_order(num_samples, self._seed, epoch, self._weights)
-            if self._lengths is not None:
-                order = bucket_by_length(order, self._lengths, size, self._seed, epoch)
+            order = torch.empty(0) if is_long else epoch_order(num_samples, self._seed, epoch, self._sample_weights)
+            if self._sample_lengths is not None:
+                order = bucket_by_length(order, self._sample_lengths, size, self._seed, epoch)
             seed = derive_seed(self._seed, epoch, -1)
             for start in range(position, num_samples, size):
                 stop = min(start + size, num_samples)
@@ -223,7 +224,8 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Cut this rank's share of a global batch into micro-batches. Sizes of shares differ by at most 1 sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0; rank 0 has none.
+        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
+        # since its BatchNorm statistics are the ones that are saved.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = global_batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
@@ -231,16 +233,16 @@ class TrainLoader:
             piece = share[number * len(share) // num_pieces : (number + 1) * len(share) // num_pieces]
             weight = len(piece) * world_size / size  # 7 samples on 2 ranks: 4 * 2/7 and 3 * 2/7; DDP halves their sum
             draws = piece or global_batch[:1]
-            indices = draws if self._weights is None else [draw % self.num_samples for draw in draws]
+            indices = draws if self._sample_weights is None else [draw % self.num_samples for draw in draws]
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces - 1)
 
 
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 
-    It seeds the generators from (seed, epoch, index) before each item, and from the first index before
-    collate, but only the generators that the data set uses. When the data set first uses one, the batch is
-    read again, seeded. If the data set has `__getitems__`, one call reads the whole batch.
+    It seeds the generators that the data set uses: before each item from (seed, epoch, index), and before collate
+    from the first index. When the data set uses a generator for the first time, that one is seeded too, and the
+    batch is read again. If the data set has `__getitems__`, one call reads the whole batch.
     """
 
     max_workers = 8
@@ -381,7 +383,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, 0-dim. It is 0 if the batch only keeps the ranks in step."""
+    """Return the weight of this micro-batch's mean loss, 0-dim: 0 for a filler, which keeps the ranks together."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -430,7 +432,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states as bytes, to see if one was used. get_state of Python and NumPy is 20x slower."""
+    """Return the generators' states as bytes, which show if one was used. Their own functions are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),
@@ -440,7 +442,7 @@ def raw_states() -> dict[str, Any]:
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """On leaving this context, restore the states that the generators of the CPU and of these devices had before it."""
+    """Context that restores, at its end, the states of the random generators of the CPU and of these devices."""
     states = get_random_states(*devices)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Reads a training set without a length (a stream). Each rank, and each of its workers, reads its own part of it.
+"""Reads a training set without a length (a stream). It is cut into parts, one for each loader worker of each rank.
 
 To the rest of the package a stream is one endless epoch. This file reads it in passes: when all parts
-have ended, a new pass begins. A checkpoint holds each rank's cursor, its position in its parts.
+have ended, a new pass begins. A checkpoint holds a cursor for each rank: its position in its parts.
 """
 
 import logging
@@ -45,7 +45,7 @@ class StreamLoader(TrainLoader):
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Read this rank's first micro-batch, to rehearse with. Training opens the stream anew, so no item is lost."""
+        """Read this rank's first micro-batch, for the rehearsal. Training reopens the stream, so no item is lost."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
         self.cursor = self.cursor or beginning
@@ -72,7 +72,7 @@ class StreamLoader(TrainLoader):
         def requests() -> Iterator[Request]:
             for number in count():  # a worker's first request names its cursor; before the turn, it asks for no item
                 part, size = cursor["parts"][number] if number < len(parts) else None, self.micro_batch_size
-                yield Request(cursor["pass"], [], [], size * (number >= cursor["turn"]), 0.0, False, part)
+                yield Request(cursor["pass"], [], [], size * (number >= cursor["turn"]), cursor=part)
 
         self._reader.fetcher.set_epoch(cursor["pass"])  # Hugging Face's workers share it: not all of them at once
         for number, answer in enumerate(self._reader.read(requests())):
@@ -162,6 +162,6 @@ class PartFetcher(Fetcher):
 
 
 def _has(layer: Any, name: str) -> bool:
-    """Return True if the attribute `name` is true in this Hugging Face data set, or in one that it wraps."""
+    """Return True if this Hugging Face data set, or one that it wraps, has an attribute `name` that is true."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
     return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

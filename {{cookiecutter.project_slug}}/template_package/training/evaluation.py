@@ -56,8 +56,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Return {"loss": mean over all samples, <metric>: value}, the same on every rank. All ranks must call it.
 
-        Call may_go_on() before each micro-batch; raise Interrupted if it is False. log: handed to on_evaluation_end().
-        num_parts: if set, cut the first micro-batch into that many parts and read only these (if 2, without metrics).
+        Raise Interrupted if may_go_on() returns False before a micro-batch. log: handed to on_evaluation_end().
+        num_parts (for rehearse): read only the first micro-batch, cut into that many parts; 2: leave out the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -120,16 +120,15 @@ class Evaluator:
             return None
         path = directory / "reports" / f"{self._split}_{checkpoint}.json"
         path.parent.mkdir(exist_ok=True)
-        title = f"{self._split}, checkpoint {checkpoint} (step {step})"
-        matrix = {"confusion_matrix": self._values[CONFUSION_MATRIX]}  # [i][j]: samples of class i, predicted as j
-        write_json(path, {"title": title, "label_names": self._label_names, **matrix})
+        content = {"title": f"{self._split}, checkpoint {checkpoint} (step {step})", "label_names": self._label_names}
+        write_json(path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]})  # [true class][predicted class]
         return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
         """Return the metrics by name (numbers or nested lists), the same on every rank, and reset them.
 
-        Rank 0 receives all states and computes. torchmetrics itself gathers a list state (of ROUGEScore, say)
-        entry by entry: ranks with lists of different lengths hang or crash; a rank without samples computes nan.
+        Rank 0 gathers all states and computes the metrics. torchmetrics would gather a list state (of ROUGEScore, say)
+        entry by entry: ranks with lists of different lengths would hang, and a rank without samples would give nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
@@ -167,5 +166,5 @@ class EvaluationLoader:
         requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]
-            requests.append(Request(0, indices, indices, len(piece), float(len(piece)), is_last=True))
+            requests.append(Request(0, indices, indices, len(piece)))
         return self._reader.read(requests)
