@@ -1,9 +1,10 @@
-"""Compares the example `gpt` with a plain training script of the same model, text and size: docs/gpt-example.md.
+"""Compares the `gpt` example with a plain script of the same model and text. Writes docs/gpt-example.md.
 
-python benchmarks/gpt_curve.py    # from the folder of the repository; about 20 minutes on two cores
+python benchmarks/gpt_curve.py    # from the repository's root folder; about 20 minutes on two cores
 
-Each call makes the runs that benchmarks/gpt_curve.json does not hold yet and writes the page and its picture once all
-are there. Delete the file to measure anew. It needs what `make` installs, and matplotlib.
+Each call makes only the runs that are missing from benchmarks/gpt_curve.json. Once that file holds all runs, the call
+writes the page and its picture. Delete the file to measure again. The script needs matplotlib and all that `make`
+installs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Run = dict[str, Any]
 
 
 def plain_script(seed: int, num_steps: int) -> Run:
-    """nanoGPT's train.py in short: crops at random, AdamW with two groups, warm-up and cosine, clipping."""
+    """Train as nanoGPT's train.py does, in short: random crops, AdamW with two groups, warm-up, cosine, clipping."""
     import torch
     from ddp_experiment.dataset import DataConfig, build_datasets
     from ddp_experiment.model import ModelConfig, build_model, complete_config, compute_loss
@@ -90,7 +91,7 @@ def plain_script(seed: int, num_steps: int) -> Run:
 
 
 def trainer(words: str, seed: int, num_steps: int) -> Run:
-    """The same by `python run.py`."""
+    """Train the same model with the project's `python run.py` and the arguments `words`."""
     name = f"{len(list(Path().glob('runs/*')))}"
     settings = [f"name={name}", f"seed={seed}", f"training.max_steps={num_steps}", *words.split(), *SETTINGS.split()]
     command = [sys.executable, "run.py", *settings]
@@ -105,7 +106,7 @@ def trainer(words: str, seed: int, num_steps: int) -> Run:
 
 
 def measure(project: Path, way: str, seed: int, num_steps: int = STEPS) -> Run:
-    """One run in a process of its own, in the project's folder."""
+    """Make one run in a process of its own, in the project's folder, and return its results."""
     command = [sys.executable, __file__, "--way", way, "--seed", str(seed), "--steps", str(num_steps)]
     environment = baking.plain_environment({"PYTHONPATH": str(project)})
     run: Run = json.loads(subprocess.check_output(command, cwd=project, env=environment, text=True).splitlines()[-1])
@@ -117,7 +118,7 @@ def mean_and_range(values: list[float], digits: int = 3) -> str:
 
 
 def write_page(results: dict[str, dict[str, Run]], speeds: dict[str, list[float]]) -> None:
-    """docs/gpt-example.md and its picture."""
+    """Write docs/gpt-example.md and its picture."""
     import torch
 
     steps = [str(step) for step in range(EVALUATE_EVERY, STEPS + 1, EVALUATE_EVERY)]

@@ -1,7 +1,7 @@
-"""One measured run: a loop in processes of its own, and what they wrote.
+"""Measures one run: starts a loop in processes of its own and reads the results that the loop wrote.
 
 The generated trainer is measured as a user runs it: `python run.py` in a copy of the project whose model.py and
-dataset.py are the workload's. Nothing of it is patched; its times are those of its metrics.jsonl.
+dataset.py are the workload's. No code of the trainer is patched, and its step times come from its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ logging: {{every_steps: {LOG_EVERY}, tracker: none}}
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one run gave."""
+    """The results of one run."""
 
     row: str
     case: str
     microseconds: float
-    """Per step: of the laps (LOG_EVERY steps with their log line) after the warm-up, the median, on rank 0."""
+    """Time per step on rank 0: the median over laps (LOG_EVERY steps and their log line) after the warm-up."""
     mean_microseconds: float
-    """The mean of the same laps: with ends of epochs and disturbances."""
+    """The mean over the same laps, which includes slow ones: ends of epochs and disturbances."""
     startup_seconds: float
-    """From the start of the command to the end of the first optimizer step on the last rank."""
+    """Time from the start of the command to the end of the first optimizer step on the slowest rank."""
     peak_memory_mib: list[float]
-    """The largest resident set of each rank."""
+    """The peak resident memory of each rank."""
     final_loss: float
-    """Of the last step, the mean over the global batch."""
+    """The loss of the last step, averaged over the global batch."""
 
 
 class Bench:
-    """A folder with the copied project and the sample orders, in which runs are measured."""
+    """A folder with a copy of the project and the order of the samples. Runs are measured in this folder."""
 
     def __init__(self, folder: Path, cases: Sequence[Case]) -> None:
         self._folder, self._count = folder, 0
@@ -82,7 +82,7 @@ class Bench:
         Images(str(self._images), max((case.num_samples for case in cases if case.data == "images"), default=0)).write()
 
     def run(self, row: Row, case: Case) -> Measurement:
-        """Start the row's command, wait for its end and read what it left."""
+        """Run the row's command for this case and return the measurement."""
         self._count += 1
         output = self._folder / f"run_{self._count}"
         output.mkdir()
@@ -161,7 +161,7 @@ class Bench:
 
 
 def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, num_tries: int) -> float:
-    """Run the command to its end, and return the time of its start. A peer that hangs is killed and tried again."""
+    """Run the command to its end, and return its start time. Kill a command that hangs; make `num_tries` tries."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
     environment |= own_environment | {

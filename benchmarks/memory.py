@@ -1,6 +1,6 @@
-"""Measures what ranks hold in memory under FSDP and when a run is continued: benchmarks/RESULTS-MEMORY.md.
+"""Measures the memory of ranks under FSDP and while a checkpoint is loaded. Writes benchmarks/RESULTS-MEMORY.md.
 
-python benchmarks/memory.py    # from the folder of the repository; it needs what `make` installs; 1 minute
+python benchmarks/memory.py    # from the repository's root folder; takes 1 minute and needs all that `make` installs
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _measured(function):
 
 
 def run(project: Path, *words: str) -> list[str]:
-    """Run a command of the project on two ranks. Return each rank's log."""
+    """Run a command of the project on two ranks, and return each rank's log."""
     command = [sys.executable, "run.py", *words]
     # With a fixed threshold glibc gives freed tensors back at once: resident memory is then what is held.
     environment = baking.plain_environment({"MALLOC_MMAP_THRESHOLD_": "65536"})
@@ -93,7 +93,7 @@ def run(project: Path, *words: str) -> list[str]:
 
 
 def measure_steps(project: Path) -> list[str]:
-    """Whole weights and gradients on the rank that holds the most, a row for each way."""
+    """Return a table row for each of WAYS: the most whole (unsharded) weights and gradients that a rank keeps."""
     model = project / "ddp_experiment" / "model.py"
     former = model.read_text(encoding="utf-8")
     call = "logits = model(batch.inputs)"
@@ -118,7 +118,7 @@ def measure_steps(project: Path) -> list[str]:
 
 
 def measure_loading(project: Path) -> tuple[float, list[str]]:
-    """Size of a checkpoint in MB, and what each rank holds for a moment when a command loads it."""
+    """Return a checkpoint's size in MB, and table rows of the extra memory of each rank while a command loads it."""
     package, size = project / "ddp_experiment", ["model.hidden_size=512", "model.num_layers=6", "name=loading"]
     run(project, *size, "training.max_steps=1", *COMMON)
     checkpoint = project / "runs/loading/checkpoints/step_00000001.pt"

@@ -1,4 +1,4 @@
-"""What is measured: the loops (the rows of the tables), on which works and numbers of ranks (the cases)."""
+"""The plan of the measurements: loops (the rows of the tables), and models with numbers of ranks (the cases)."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ LOG_EVERY = 50
 OURS, BARE, AGAIN, TUNED = "generated trainer", "bare", "bare, again", "bare, tuned"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 TRANSFORMERS = Path(sys.prefix) / "only_transformers"
-"""See requirements-transformers.txt."""
+"""The folder that holds only transformers. requirements-transformers.txt gives the reason."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A loop as a line of the tables."""
+    """A loop that is measured: one row of the tables."""
 
     name: str
     script: str = "bare.py"
     is_tuned: bool = False
-    """Whole batches from the data set, and the fused AdamW."""
+    """The loop takes whole batches from the data set and uses the fused AdamW."""
     launcher: tuple[str, ...] = ()
-    """In front of the script, with two ranks. Without one the script starts the second rank itself."""
+    """Arguments in front of the script, for two ranks. If empty, the script starts the second rank itself."""
     extra_path: Path | None = None
-    """A folder of packages that no other row sees."""
+    """A folder of packages that only this row can import."""
     num_ranks: tuple[int, ...] = (1, 2)
     works: tuple[str, ...] = ("mlp", "transformer")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A work on a number of ranks."""
+    """A model that is trained on a number of ranks: one table."""
 
     work: str
     num_ranks: int
     num_steps: int
     batch_size: int
-    """Of each rank."""
+    """The number of samples in a step of each rank."""
     num_samples: int
     num_warmup_laps: int
-    """The first laps, which count for nothing."""
+    """The number of laps at the start that the results leave out."""
     data: str = "batches"
-    """How samples are read, see workload/dataset.py. batches: all loops read tuples but for the tuned ones and ours."""
+    """How samples are read: see workload/dataset.py. For "batches", only tuned loops and ours read whole batches."""
     num_workers: int = 0
 
     @property
@@ -88,11 +88,11 @@ DATA_ROWS = (BARE, AGAIN, TUNED, "Accelerate", "Fabric", "Lightning Trainer", OU
 
 
 def rows_of(case: Case) -> list[Row]:
-    """The loops that are measured on the case."""
+    """Return the loops that are measured in this case."""
     rows = [row for row in ROWS if case.num_ranks in row.num_ranks and case.work in row.works]
     return [row for row in rows if case.data == "batches" or row.name in DATA_ROWS]
 
 
 def shorten(case: Case) -> Case:
-    """The case for a trial: three laps."""
+    """Return the case with only three laps, for a trial."""
     return replace(case, num_steps=3 * LOG_EVERY, num_warmup_laps=1)

@@ -1,4 +1,4 @@
-"""Measurements to tables: medians of per-round ratios to the bare loop, and how far the aims are met."""
+"""Turns measurements into tables: medians of each round's ratios to the bare loop, and whether the aims are met."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEER_NAMES = [peer.name for peer in PEERS]
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 CPU_INFO = Path("/proc/cpuinfo")
 TOLERANCE, TOLERANCE_BETWEEN_OPTIMIZERS = 1e-5, 1e-3
-"""Of final losses, relative. The fused AdamW rounds otherwise than the default one."""
+"""Relative tolerances of final losses. The second is larger: the fused AdamW and the default one round differently."""
 
 
 class Table:
@@ -30,14 +30,14 @@ class Table:
                 self.rows.setdefault(measurement.row, []).append(measurement)
 
     def values(self, row: str, quantity: str) -> list[float]:
-        """One value a round."""
+        """Return the row's values of the quantity, one for each round."""
         return [getattr(measurement, quantity) for measurement in self.rows[row]]
 
     def median(self, row: str, quantity: str) -> float:
         return statistics.median(self.values(row, quantity))
 
     def ratios(self, row: str, base: str, quantity: str) -> list[float]:
-        """row / base of each round."""
+        """Return row / base for each round."""
         pairs = zip(self.values(row, quantity), self.values(base, quantity), strict=True)
         return [value / other for value, other in pairs]
 
@@ -45,13 +45,13 @@ class Table:
         return statistics.median(self.ratios(row, base, quantity))
 
     def excess(self, row: str, base: str, quantity: str) -> float:
-        """The median of the per-round differences."""
+        """Return the median of each round's difference row - base."""
         pairs = zip(self.values(row, quantity), self.values(base, quantity), strict=True)
         return statistics.median(value - other for value, other in pairs)
 
 
 def describe_machine() -> dict[str, str | int]:
-    """Its processor and the versions."""
+    """Return the machine's processor, cores and system, and the versions of Python and the libraries."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     versions = {name: version(name) for name in LIBRARIES}
     versions |= {found.name: found.version for found in distributions(name="transformers", path=[str(TRANSFORMERS)])}
@@ -69,7 +69,7 @@ def describe_machine() -> dict[str, str | int]:
 def markdown(
     measurements: Sequence[Measurement], machine: dict[str, str | int], *, num_rounds: int, minutes: float
 ) -> str:
-    """All tables."""
+    """Return all tables as Markdown."""
     words = ", ".join(f"{key} {value}" for key, value in machine.items())
     blocks = [
         f"`python benchmarks/run.py --rounds {num_rounds}`, {minutes:.0f} minutes; {words}; CPU, gloo, fp32, "
@@ -87,7 +87,10 @@ def markdown(
 
 
 def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
-    """The runs whose final loss is not that of the bare loop, or of the tuned one if they use its optimizer."""
+    """Return a line for each run whose final loss differs from the loss of the bare loop.
+
+    A tuned run is compared closely with the tuned loop, which has the same optimizer, and loosely with the bare loop.
+    """
     references = {(m.case, m.row): m.final_loss for m in reversed(measurements) if m.row in (BARE, TUNED)}
     is_tuned = {row.name: row.is_tuned for row in ROWS}
     found = []
@@ -101,7 +104,7 @@ def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def replace_section(path: Path, text: str) -> None:
-    """Put the text between the marks of the file; what people wrote around them stays."""
+    """Put the text between the file's BEGIN and END marks, and keep all other text."""
     former = path.read_text(encoding="utf-8") if path.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     before, rest = former.split(BEGIN)
     after = rest.split(END)[1]
@@ -144,7 +147,7 @@ def _aims(tables: dict[str, Table]) -> str:
 
 
 def _judge(case: str, table: Table) -> Iterator[tuple[str, bool, bool, str]]:
-    """Each aim for the case, whether it is met and by more than the noise, and what was measured."""
+    """Yield each aim for the case, whether it is met, whether the margin exceeds the noise, and the measured value."""
     is_small = case.startswith("mlp")
     if " on " in case:  # data sets as people write them
         limit = 0.75 if "tensors" in case else 1.05

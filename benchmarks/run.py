@@ -56,7 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def finish(measurements: list[Measurement], arguments: argparse.Namespace, minutes: float) -> None:
-    """Print the tables, write the files, and fail if a loop has trained something else than the others."""
+    """Print the tables, fail if the final losses of the loops differ, and write the files."""
     machine = describe_machine()
     text = markdown(measurements, machine, num_rounds=1 if arguments.quick else arguments.rounds, minutes=minutes)
     print(text)

@@ -1,9 +1,9 @@
-"""Turns the rendered folder into the project that was asked for, then lets it prove that it trains.
+"""Turns the rendered folder into the project that was asked for, then runs the project's smoke test.
 
-First the files: the hook puts the chosen example, license, tracker and devices in place, removes what was not chosen,
-and gives `template_package` its name. The same answers always give the same bytes; cruft relies on that. Then the smoke
-test, which template_only/first_smoke_test.py of the rendered folder runs. The project is kept whatever the result,
-unless DDP_TEMPLATE_STRICT=1. The hook runs on Python 3.10 without any library; the line RAW is its only Jinja.
+First the hook puts the chosen example, license, tracker and devices in place, removes the files that were not chosen,
+and renames `template_package`. The same answers always give the same bytes; cruft relies on that. Then
+template_only/first_smoke_test.py of the rendered folder runs the smoke test. The project is kept whatever the result,
+unless DDP_TEMPLATE_STRICT=1. The hook runs on Python 3.10 without any library. Its only Jinja is the line RAW.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ ONLY_WITH = {
         "trackio": ["template_package/tracking/trackio.py"],
     },
 }
-"""{question: {answer: paths}}: a project holds these files, folders and sections of config.yaml only with that answer.
+"""{question: {answer: paths}}. A project holds these files, folders and sections of config.yaml only with that answer.
 
-The answer `all` stands for every answer of its question.
+The answer `all` stands for every answer to its question.
 """
 NEVER = ("examples", "template_only", "tests/machinery")
 """Folders of the template that no project holds."""
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def shape_project(project: Path, answers: Mapping[str, str]) -> None:
-    """Leaves the chosen files with the chosen values, under the chosen package name."""
+    """Keep only the chosen files, set the chosen values, and rename the package."""
     config, pyproject = project / "config.yaml", project / "pyproject.toml"
     text = install_example(project, answers["example"], config.read_text(encoding="utf-8"))
     text = set_value(text, "device_ids", device_ids_as_yaml(answers["device_ids"]))
@@ -126,7 +126,7 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
 
 
 def paths_not_chosen(answers: Mapping[str, str]) -> list[str]:
-    """The entries of ONLY_WITH that none of the answers keeps."""
+    """Return the paths in ONLY_WITH that no answer asks for."""
     all_paths, chosen = set[str](), set[str]()
     for question, paths_of_answer in ONLY_WITH.items():
         for answer, paths in paths_of_answer.items():
@@ -137,9 +137,9 @@ def paths_not_chosen(answers: Mapping[str, str]) -> list[str]:
 
 
 def install_example(project: Path, example: str, config: str) -> str:
-    """Moves the example's code to the package and tests/, its data to the top folder, and returns the changed config.
+    """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    `image` is the example that lies in place already, so it has no folder.
+    The example `image` has no folder, because its files are in place already.
     """
     folder = project / "examples" / example
     if not folder.is_dir():
@@ -162,19 +162,19 @@ def install_example(project: Path, example: str, config: str) -> str:
 
 
 def section_pattern(section: str) -> str:
-    """Matches a top-level key of a YAML text and the indented lines below it, not the comment above the next key."""
+    """Return a pattern that matches a top-level YAML key and its indented lines, not the comment above the next key."""
     return rf"^{section}:.*\n(?: +.*\n|\n(?= ))*"
 
 
 def remove_section(config: str, section: str) -> str:
-    """The config text without a top-level key and the blank line between it and its neighbour."""
+    """Return the config text without a section and without the blank line between it and its neighbour."""
     shorter, number = re.subn(section_pattern(section) + r"\n?", "", config, flags=re.MULTILINE)
     assert number == 1, f"config.yaml has no {section}"
     return shorter.rstrip("\n") + "\n"
 
 
 def set_value(config: str, key: str, value: str) -> str:
-    """The config text with one value changed; the comment behind it keeps its column where the value leaves room."""
+    """Return the config text with one value changed. The comment after the value keeps its column if there is room."""
     section, _, name = key.rpartition(".")
     block = re.search(section_pattern(section) if section else r"\A[\s\S]*", config, re.MULTILINE)
     assert block, f"config.yaml has no {section}"
@@ -188,14 +188,14 @@ def set_value(config: str, key: str, value: str) -> str:
 
 
 def device_ids_as_yaml(device_ids: str) -> str:
-    """`0,2` becomes `[0, 2]`; words such as cpu and auto:2 stay words."""
+    """Convert the answer to YAML: `0,2` becomes `[0, 2]`. A single word, such as cpu or auto:2, is not changed."""
     entries = [entry.strip() for entry in device_ids.strip().strip("[]").split(",")]
     entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
     return entries[0] if len(entries) == 1 and not entries[0].isdigit() else f"[{', '.join(entries)}]"
 
 
 def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
-    """The text without the lines that end in `# only with QUESTION=ANSWER` for an answer that was not given."""
+    """Return the text without the lines that end in `# only with QUESTION=ANSWER` for an answer that was not given."""
     kept = []
     for line in text.splitlines():
         condition = re.search(r"\s*# only with (\w+)=(\w+)$", line)
@@ -205,7 +205,7 @@ def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
 
 
 def rename_package(project: Path, name: str) -> None:
-    """Renames the folder `template_package` and every mention of it in code, which holds no text of the answers."""
+    """Rename `template_package`: the folder, and every mention in code files, which hold no text of the answers."""
     (project / "template_package").rename(project / name)
     for path in project.rglob("*"):
         if path.suffix in {".py", ".sh"} and path.is_file():
@@ -213,9 +213,9 @@ def rename_package(project: Path, name: str) -> None:
 
 
 def write_origin(project: Path, answers: Mapping[str, str]) -> None:
-    """Writes .template.json, from which scripts/update_from_template.sh makes the project again. (cruft has its own.)
+    """Write .template.json, from which scripts/update_from_template.sh makes the project again. (cruft has its own.)
 
-    It holds no path of this machine, since projects are published. A commit that ends in -dirty had local changes.
+    The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
     """
     template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()  # `.` may have been typed
     is_clone = (template / "cookiecutter.json").is_file() and (template / ".git").exists()
@@ -231,7 +231,7 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 
 
 def ask_git(folder: Path, *words: str) -> str | None:
-    """The output of git, or None if it fails or is not installed."""
+    """Return git's output, or None if git fails or is not installed."""
     try:
         return subprocess.check_output(["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8").strip()
     except (OSError, subprocess.CalledProcessError):
@@ -239,7 +239,7 @@ def ask_git(folder: Path, *words: str) -> str | None:
 
 
 def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
-    """The commands to type next, in an order that works after this result of the smoke test."""
+    """Return the commands to type next, which depend on the result of the smoke test."""
     steps = [(f"cd {shlex.quote(str(project))}", "")]
     if answers["smoke_test"] == "venv" and state in {"PASSED", "FAILED"}:
         steps += [(". .venv/bin/activate", "")]

@@ -1,8 +1,8 @@
-"""Refuses answers that would give a broken project: all of them at once, each with its remedy.
+"""Refuses answers that would give a broken project. All bad answers are reported at once, each with a remedy.
 
-Cookiecutter renders this file and runs it before it writes any other file; on exit code 1 it removes the new folder. It
-cannot ask again, so the last line printed is a command that keeps the good answers. Cookiecutter itself checks that a
-choice is one of those offered. The line RAW is the only Jinja.
+Cookiecutter renders this file and runs it before writing any other file. If the exit code is 1, cookiecutter removes
+the new folder. It cannot ask again, so the last line printed is a command that keeps the good answers. Cookiecutter
+itself checks the answers to multiple-choice questions. The only Jinja here is the line RAW.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FOLDERS = set("build conftest data dist examples run runs scripts template_only 
 
 
 def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
-    """{question: problem and remedy} for the bad answers."""
+    """Return {question: problem and remedy} for the bad answers."""
     problems = {}
     for key in FREE_TEXT:
         if problem := text_problem(answers[key]):
@@ -90,14 +90,14 @@ def broken_package_rule(name: str) -> str | None:
 
 
 def suggest_slug(text: str) -> str:
-    """A valid slug close to the given text."""
+    """Return a valid slug close to the given text."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", ascii_text).strip("-")[:56].strip("-")
     return f"project-{slug}".strip("-") if not slug[:1].isalpha() or broken_slug_rule(slug) else slug
 
 
 def suggest_package(text: str) -> str:
-    """A valid package name close to the given text."""
+    """Return a valid package name close to the given text."""
     name = suggest_slug(text).replace("-", "_")[:32].strip("_")
     return f"project_{name}" if broken_package_rule(name) else name
 
@@ -118,7 +118,7 @@ def device_ids_problem(text: str) -> str | None:
 
 
 def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
-    """The command line that asks again and keeps the good answers."""
+    """Return the command line that asks again and keeps the good answers."""
     good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
     template = answers.get("_template", "TEMPLATE")
     if "_output_dir" not in answers:  # cruft

@@ -27,12 +27,12 @@ ONLY_WITH = {
     "mlflow": [("tracker", "mlflow")],
     "trackio": [("tracker", "trackio")],
 }
-"""{words in the name of a file: answers, one of which a project needs to hold the file}"""
+"""{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
 FOREIGN = ("DDP_TEMPLATE_", "CONDA_", "VIRTUAL_ENV", "PYTEST_", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 
 
 def export_template(destination: Path) -> Path:
-    """Copies the files that git tracks or would track. Caches are left out, since cookiecutter would copy them too."""
+    """Copy the files that git tracks or would track. Leave out caches, because cookiecutter would copy them, too."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, encoding="utf-8").split("\0")
     for name in filter(None, names):
@@ -43,7 +43,7 @@ def export_template(destination: Path) -> Path:
 
 
 def bake(template: Path, output_dir: Path, overwrite: bool = False, /, **answers: str) -> Path:
-    """Makes a project without a smoke test and returns its folder."""
+    """Make a project without running its smoke test. Return the project's folder."""
     context = {"smoke_test": "skip", **answers}
     options = {"no_input": True, "overwrite_if_exists": overwrite, "extra_context": context}
     return Path(cookiecutter(str(template), output_dir=str(output_dir), **options))
@@ -62,7 +62,7 @@ def run_cookiecutter(
     /,
     **answers: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs cookiecutter as people do, in an environment that names no other Python. stdout holds stderr too."""
+    """Run cookiecutter as a user does, in an environment that names no other Python. stdout includes stderr."""
     return subprocess.run(
         cookiecutter_command(template, output_dir, answers, python),
         check=False,
@@ -76,7 +76,7 @@ def run_cookiecutter(
 
 
 def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment with the changes, but without the variables that the hook or pytest would read."""
+    """Return this process's environment, without the variables that the hook or pytest reads, and with `changes`."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     return kept | dict(changes or {})
 
@@ -86,16 +86,16 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def default_answers() -> dict[str, str]:
-    """The first choice of every question that offers choices, and the package name that follows from the others."""
+    """Return the first choice of each multiple-choice question, and the default name of the package."""
     questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
     choices = {key: value[0] for key, value in questions.items() if isinstance(value, list) and key[0] != "_"}
     return choices | {"package_name": "ddp_experiment"}
 
 
 def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
-    """The names of the files that a project with these answers holds.
+    """Return the names of the files that a project with these answers holds.
 
-    The rules here go by words in the names; the hook lists paths. So a file that the hook forgets is noticed.
+    These rules match parts of names, while the hook lists whole paths. So a file that the hook forgets is noticed.
     """
     names = set(files_of(template / PROJECT))
     chosen = {name for name in names if not name.startswith(("examples/", "template_only/", "tests/machinery/"))}

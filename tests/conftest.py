@@ -1,4 +1,4 @@
-"""Fixtures: a clean copy of the template, a cookiecutter without torch, and stand-ins for Python."""
+"""Fixtures: a clean copy of the template, a Python with cookiecutter but without torch, and stand-ins for Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the campaigns, whose short version only `make test-all` runs."""
+    """Mark the tests in campaigns/ as slow, so that only `make test-all` runs their short version."""
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "campaigns"):
             item.add_marker("slow")
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Replaces the user's settings of cookiecutter and git, so that tests neither read nor change them."""
+    """Replace the user's settings of cookiecutter and git, so that tests neither read nor change them."""
     folder = tmp_path_factory.mktemp("settings")
     settings = f"replay_dir: {folder}/replay\ncookiecutters_dir: {folder}/cookiecutters\n"
     (folder / "cookiecutter.yaml").write_text(settings, encoding="utf-8")
@@ -47,7 +47,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python that has cookiecutter and nothing else, like those that pipx and uvx make."""
+    """Install a Python that has cookiecutter and nothing else, as pipx and uvx do. Return its path."""
     python = str(tmp_path_factory.mktemp("isolated") / "bin" / "python")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(Path(python).parents[1])], check=True)
     constraints = str(ROOT / "constraints.txt")
@@ -58,7 +58,7 @@ def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def stub_python(tmp_path: Path) -> StubPython:
-    """A function that makes a stand-in for Python, which runs shell lines instead of run.py."""
+    """Return a function that makes a stand-in for Python: a script that runs shell lines instead of run.py."""
 
     def make(run_py: str = "exit 1", anything_else: str = f'exec "{sys.executable}" "$@"', name: str = "stub") -> str:
         path = tmp_path / "pythons" / name / "python3"
@@ -74,13 +74,13 @@ def stub_python(tmp_path: Path) -> StubPython:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Marks every process that this test starts, so that processes left behind can be found."""
+    """Mark every process that this test starts, so that processes left behind can be found."""
     monkeypatch.setenv("DDP_MARK_OF_TEST", str(tmp_path))
     return str(tmp_path)
 
 
 def marked_processes(mark: str) -> list[str]:
-    """The command lines of the processes that a test has started and that still run, whatever their parent is now."""
+    """Return the command lines of a test's processes that still run, even if their parent has ended."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Bad answers are refused together, each with a remedy, and leave no file; every printable text arrives as typed."""
+"""Tests of answers: bad ones are refused together, with remedies, and leave no file; any text is kept as typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each answer gives exactly the files and settings it should, and the same bytes each time."""
+"""Tests that each answer gives exactly the right files and settings, and the same bytes each time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
 
 
 def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
-    """Lists the names by hand: the rules of expected_files() could be wrong in the same way as the hook."""
+    """List the names by hand, because expected_files() could have the same mistake as the hook."""
     project = bake(template, tmp_path)
     files = ".gitignore .template.json LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
     furniture = ".devcontainer .dockerignore .github .pre-commit-config.yaml .vscode AGENTS.md CITATION.cff Dockerfile"

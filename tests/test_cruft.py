@@ -1,4 +1,4 @@
-"""Projects follow the template through cruft: create, check, diff and update on a git clone of it."""
+"""Tests of cruft: create, check, diff and update a project, from a git repository that holds the template."""
 
 from __future__ import annotations
 

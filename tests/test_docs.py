@@ -1,4 +1,4 @@
-"""Tests of the documentation: links hold, the tutorial's commands do what it shows, tables agree with the config."""
+"""Tests of the documentation: links work, the tutorial's commands print what it shows, tables agree with the config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that GitHub and MkDocs give to the page's headings."""
+    """Return the anchors that GitHub and MkDocs give to the page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
@@ -79,7 +79,7 @@ def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) 
 
 
 def same_line(shown: str, printed: str) -> bool:
-    """Whether two lines differ in times alone, or in the digits of a number by up to a tenth."""
+    """Return True if the lines are equal, except for times, and for numbers that differ by at most a tenth."""
     shown, printed = TIMES.sub("", shown), TIMES.sub("", printed)
     pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=False)
     is_close = all(float(b.strip(".,")) == pytest.approx(float(a.strip(".,")), rel=0.1) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""The folder example reads what people have in their folders, and reaches what docs/folder-example.md says."""
+"""Tests of the folder example: it reads many kinds of folders and images, and is right on at least 97 % of digits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baking import bake, plain_environment
 
 @pytest.fixture
 def modules(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """model.py and dataset.py of a new project."""
+    """Import model.py and dataset.py of a new project."""
     monkeypatch.syspath_prepend(str(bake(template, tmp_path / "project", example="folder", package_name="photos")))
     for name in [name for name in sys.modules if name.partition(".")[0] == "photos"]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""The files for CI, containers and editors: those of a generated project, and the template's own."""
+"""Tests of the files for CI, containers and editors, in a generated project and in the template itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(workflow: Path, job: str) -> dict[str, str]:
-    """{name of the step: its commands}"""
+    """Return {name of the step: its commands} for one job."""
     steps = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"][job]["steps"]
     return {step.get("name", step["run"]): step["run"] for step in steps if "run" in step}
 
@@ -37,7 +37,7 @@ def run_as_actions_do(script: str, folder: Path, **variables: str) -> subprocess
 
 
 def test_steps_of_the_workflow_pass_in_a_new_project(project: Path) -> None:
-    """ruff, and pytest as far as it collects. Other tests run the project's own tests, its smoke test, and mypy."""
+    """Run ruff, and let pytest collect tests. Other tests run the project's own tests, its smoke test and mypy."""
     steps = steps_of(project / ".github" / "workflows" / "test.yml", "test")
     commands = [command for command in steps.values() if "pip install" not in command]
     assert commands == ["ruff check .", "mypy .", "pytest", "python run.py smoke"]
@@ -48,7 +48,7 @@ def test_steps_of_the_workflow_pass_in_a_new_project(project: Path) -> None:
 
 
 def test_torch_without_cuda_is_installed_in_the_version_of_the_constraints(project: Path) -> None:
-    """The commands that install PyTorch, with `pip` replaced by `echo`: no index has to be asked."""
+    """Run the commands that install PyTorch, but with `echo` in place of `pip install`: nothing is downloaded."""
     workflow = steps_of(project / ".github" / "workflows" / "test.yml", "test")
     (install,) = (command for command in workflow.values() if "whl/cpu" in command)
     post_create = json.loads((project / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
@@ -68,7 +68,7 @@ def test_pre_commit_takes_the_ruff_of_the_constraints(project: Path) -> None:
 
 
 def test_editor_starts_one_rank_and_two(project: Path) -> None:
-    """The project itself reads the arguments; a wrong key or value would be refused."""
+    """Let the project itself read the arguments, because it refuses a wrong key or value."""
     launch = json.loads((project / ".vscode" / "launch.json").read_text(encoding="utf-8"))
     given = [[word.replace("${input:name}", "debug") for word in it["args"]] for it in launch["configurations"]]
     assert [item["id"] for item in launch["inputs"]] == ["name"]
@@ -93,7 +93,7 @@ def test_image_gets_what_its_build_copies(project: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
 def test_uv_installs_what_pip_installs(project: Path, tmp_path: Path) -> None:
-    """Without the downloads: uv resolves the project with the constraints, and would install it."""
+    """Let uv resolve the project with the constraints, in a dry run that downloads and installs nothing."""
     copy = Path(shutil.copytree(project, tmp_path / "project"))
     result = run_as_actions_do("uv venv && uv pip install --dry-run -c constraints.txt -e .", copy)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The gpt example as a user runs it: trained on two ranks, and asked on one rank and on three."""
+"""Tests of the gpt example as a user runs it: training on two ranks, and prediction on one rank and on three."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the hooks' parts: changes of text, the files that answers keep, the search for a Python, ended processes."""
+"""Tests of the hooks' functions: they edit config text, choose files, search for a Python and end processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the files in docs/how-to/: the notebook runs here on CPU, the commands for Kubernetes and SkyPilot train."""
+"""Tests of the files in docs/how-to/: the notebook runs on the CPU, the commands for Kubernetes and SkyPilot train."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_pods_get_the_time_that_ranks_have_to_save_and_keep_the_runs() -> None:
 
 @pytest.mark.slow
 def test_commands_for_kubernetes_and_skypilot_start_the_two_nodes_of_one_run(template: Path, tmp_path: Path) -> None:
-    """Node 0 is started by SkyPilot's command, node 1 by Kubernetes's, each with the variables that it would find."""
+    """Start node 0 by SkyPilot's command and node 1 by Kubernetes's, each with the variables that its platform sets."""
     project = bake(template, tmp_path, tracker="none")
     config = (project / "config.yaml").read_text(encoding="utf-8")
     (project / "config.yaml").write_text(re.sub(r"(?m)^  epochs: .*", "  epochs: 1", config), encoding="utf-8")

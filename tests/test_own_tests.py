@@ -1,4 +1,4 @@
-"""A new project passes its own tests, ruff and mypy, run as its owner would, and still does after the first changes."""
+"""Tests that a new project passes its own tests, ruff and mypy, and still does after its owner's first changes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OTHER_ANSWERS = [
     *({key: value} for key in ("extra_strategies", "tools", "tracker") for value in CHOICES[key][1:]),
 ]
 NAMES = [{"example": example, "package_name": name} for name in ("ab", "z" * 40) for example in EXAMPLES]
-"""The shortest and the longest name of a package: renaming changes the length of lines."""
+"""Each example with a short and with the longest package name, because renaming changes the length of lines."""
 ANSWERS = [answers | names for answers, names in zip(OTHER_ANSWERS, itertools.cycle(NAMES))]
-"""Every answer to the other questions once, and among them every example with both names."""
+"""Each of OTHER_ANSWERS, joined with one of NAMES. Together they contain all of NAMES."""
 QUICK = [f"tests/test_{name}.py" for name in ("config", "model", "dataset")]
 CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "."])
 
 
 def run_module(project: Path, *words: str) -> str:
-    """Run `python -m WORDS` in the project and return its output; it must succeed."""
+    """Run `python -m WORDS` in the project, assert that the command succeeds, and return its output."""
     result = subprocess.run(
         [sys.executable, "-m", *words],
         check=False,
@@ -44,7 +44,7 @@ def run_module(project: Path, *words: str) -> str:
 
 
 def num_passed(project: Path, *words: str) -> int:
-    """Runs the project's own tests and returns their number; every one must pass."""
+    """Run the project's own tests, assert that all of them pass, and return their number."""
     found = re.search(r"(\d+) passed", run_module(project, "pytest", "-p", "no:cacheprovider", *words))
     return int(found[1]) if found else 0
 
@@ -56,7 +56,7 @@ def test_every_example_comes_with_both_names() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_new_project_passes_its_own_tests(template: Path, tmp_path: Path) -> None:
-    """All of them. What differs between examples and answers is tested below."""
+    """Run all of the default project's own tests. The tests below cover the other examples and answers."""
     assert num_passed(bake(template, tmp_path)) > 30
 
 
@@ -77,7 +77,7 @@ def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answ
 
 
 def test_model_and_data_of_the_small_examples_pass_their_tests(template: Path, tmp_path: Path) -> None:
-    """The quick part of the tests above, for every `make test`."""
+    """Run the part of the tests above that is quick enough for every `make test`."""
     for example in ("stub", "text", "gpt"):
         project = bake(template, tmp_path, example=example, project_slug=example, package_name="z" * 40)
         assert num_passed(project, "tests/test_model.py", "tests/test_dataset.py") > 4

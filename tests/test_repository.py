@@ -1,4 +1,4 @@
-"""Tests of the repository itself: the pinned versions agree, Python holds no Jinja, the questions are as designed."""
+"""Tests of the repository: pinned versions agree, Python holds no Jinja, questions are in order and have prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smoke test at birth prints the right state, keeps the project and leaves no process and no stray file."""
+"""Tests of the first smoke test: it prints the right state, keeps the project and leaves no process or stray file."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NAME = "ddp-experiment"
 
 
 def restore_ctrl_c() -> None:
-    """Makes SIGINT work again: background jobs of a shell ignore it, and so does every process that they start."""
+    """Restore Ctrl-C (SIGINT): a shell's background jobs, and every process that they start, ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def with_python(python: str, **more: str) -> dict[str, str]:
-    """Environment variables with which the hook takes this Python."""
+    """Return environment variables that make the hook use this Python."""
     return {"DDP_TEMPLATE_PYTHON": python, **more}
 
 
 def state_of(output: str) -> str:
-    """The state that the hook printed; it must print exactly one."""
+    """Return the state that the hook printed, and assert that it printed exactly one."""
     states = re.findall(r"^smoke test: (PASSED|FAILED|NOT RUN|SKIPPED|INTERRUPTED) \(.+\)\s*$", output, re.MULTILINE)
     assert len(states) == 1, output
     return str(states[0])
@@ -141,7 +141,7 @@ def test_time_out_ends_all_processes(template: Path, tmp_path: Path, stub_python
 def interrupt(
     template: Path, output_dir: Path, environment: dict[str, str], moment: str, delay_seconds: float = 0.0
 ) -> str:
-    """The output of cookiecutter in a terminal where Ctrl-C is pressed some seconds after `moment` was printed."""
+    """Run cookiecutter in a terminal, press Ctrl-C `delay_seconds` after `moment` is printed, and return the output."""
     command = cookiecutter_command(template, output_dir, {}, sys.executable)
     environment = plain_environment(environment)
     child = pexpect.spawn(

@@ -1,4 +1,4 @@
-"""Measures the claim of docs/text-example.md again, if its data are there: they have no licence and are not shipped."""
+"""Tests the claim of docs/text-example.md, if the data set is present. It is not shipped, since it has no licence."""
 
 from __future__ import annotations
 

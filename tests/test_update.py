@@ -1,4 +1,4 @@
-"""scripts/update_from_template.sh brings a project with changes of its own over two versions of the template."""
+"""Tests of scripts/update_from_template.sh: a project with its own changes is updated to two new template versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 def commit(folder: Path) -> str:
-    """Commits all files of the folder and returns the commit."""
+    """Commit all files of the folder. Return the commit's id."""
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "--message=state")
@@ -35,7 +35,7 @@ def commit(folder: Path) -> str:
 
 
 def update(project: Path, *words: str) -> tuple[int, str]:
-    """The exit code and the output of the script."""
+    """Run the script. Return its exit code and output."""
     environment = plain_environment({"PYTHON": sys.executable})
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     script = str(project / "scripts" / "update_from_template.sh")

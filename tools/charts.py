@@ -1,4 +1,4 @@
-"""Writes docs/charts/*.svg, the README's charts, from the reports in benchmarks/ and docs/: `make charts`.
+"""Writes the README's charts, docs/charts/*.svg, from the reports in benchmarks/ and docs/. Type `make charts`.
 
 Each chart is written twice, for light and for dark pages.
 """
@@ -32,11 +32,11 @@ GROUPS = {
     "configs and answers mutated, a run started twice": "^config|^answers|^two runs",
     "bad data, ranks that differ, memory": "^item|^text example|^ranks that|^memory|^evaluation",
 }
-"""A bar of the chart of faults: a pattern of the rows in docs/reliability.md that it adds up."""
+"""{bar in the chart of faults: pattern of the rows in docs/reliability.md that the bar adds up}"""
 
 
 def rows(path: Path, section: str = "") -> list[list[str]]:
-    """The cells of the first table below `section`, without its head."""
+    """Return the cells of the first table below `section`, without the table's head."""
     text = path.read_text(encoding="utf-8")
     text = text.partition(f"### {section}\n")[2] if section else text
     table = re.search(r"\|.*\|\n\|[-:| ]+\|\n((?:\|.*\|\n)+)", text)
@@ -45,7 +45,7 @@ def rows(path: Path, section: str = "") -> list[list[str]]:
 
 
 def draw_speed(axes: Axes, report: str, section: str) -> None:
-    """Microseconds of a step for each loop of a benchmark, the shortest above."""
+    """Draw the milliseconds per step for each loop of a benchmark, the fastest on top."""
     table = [row for row in rows(ROOT / "benchmarks" / report, section) if row[0] != "bare, again"]
     table.sort(key=lambda row: -int(row[1]))
     names, values = [row[0] for row in table], [int(row[1]) / 1000 for row in table]
@@ -56,7 +56,7 @@ def draw_speed(axes: Axes, report: str, section: str) -> None:
 
 
 def draw_faults(axes: Axes) -> None:
-    """The faults of each group that were injected, and how many of them lost work."""
+    """Draw, for each group of faults, the number injected and the number that lost work."""
     table = rows(ROOT / "docs" / "reliability.md")
     sums = {group: [0, 0] for group in GROUPS}
     for fault, tried, _, lost, _ in table:

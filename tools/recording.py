@@ -1,7 +1,7 @@
-"""Writes docs/recording.svg from a real session in two terminals: `make recording`.
+"""Writes docs/recording.svg from a real session in two terminals. Type `make recording`.
 
-One terminal answers cookiecutter's questions, trains on two CPU ranks and continues after the other has killed a rank.
-Every character is the programs' own but for the host's name; only waiting is shortened, to LONGEST_PAUSE.
+The first terminal answers cookiecutter's questions and trains on two CPU ranks. The second kills a rank, and the first
+resumes the run. All text is the programs' own, except for the host's name. Pauses are cut to LONGEST_PAUSE seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Frame = tuple[str, ...]
 
 
 class Terminal:
-    """A shell in a pseudo-terminal of its own, whose output draws a screen."""
+    """A shell in its own pseudo-terminal, with a screen that shows the shell's output."""
 
     def __init__(self, rows: int, on_change: Recording) -> None:
         self.screen = pyte.Screen(COLUMNS, rows)
@@ -85,7 +85,7 @@ class Recording:
             self.frames.append((now, frame))
 
     def svg(self) -> str:
-        """A strip of all frames, one below the other, that moves up by a frame at a time."""
+        """Return an SVG: a strip of all frames, one below the other, which moves up by one frame at a time."""
         times = [time for time, _ in self.frames]
         pauses = [min(after - before, LONGEST_PAUSE) for before, after in pairwise(times)]
         seconds, height = sum(pauses) + LAST_PAUSE, (sum(ROWS) + 2.5) * CELL[1] + 24
@@ -121,7 +121,7 @@ def _top(row: int) -> float:
 
 
 def _svg_lines(screen: pyte.Screen) -> list[str]:
-    """Each line of the screen as SVG: runs of characters of one colour."""
+    """Return each line of the screen as SVG, with a <tspan> for each run of characters in one style."""
     lines = []
     for row in range(screen.lines):
         cells = [screen.buffer[row][column] for column in range(screen.columns)]

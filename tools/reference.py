@@ -1,5 +1,7 @@
-"""Writes docs/reference/keys.md from the project's config: its dataclasses (types, rules, defaults) and config.yaml's
-comments. `make docs` calls it, and a test compares the page with what it makes."""
+"""Writes docs/reference/keys.md from the config's dataclasses (types, rules, defaults) and config.yaml's comments.
+
+`make docs` runs this file, and a test compares the page with its output.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def page() -> str:
 
 
 def comments() -> dict[str, str]:
-    """{dotted key: the comment beside it in config.yaml}"""
+    """Return {dotted key: its comment in config.yaml}."""
     notes, section = dict[str, str](), ""
     for line in (PROJECT / "config.yaml").read_text(encoding="utf-8").splitlines():
         if match := re.match(r"( *)(\w+):.*?(?: # (.*))?$", line):
@@ -56,7 +58,7 @@ def comments() -> dict[str, str]:
 
 
 def values(entry: dict[str, Any]) -> str:
-    """The values that the JSON schema of a key allows, in words."""
+    """Describe in words the values that a key's JSON schema allows."""
     if "anyOf" in entry:
         return ", ".join(filter(None, map(values, entry["anyOf"])))
     if "enum" in entry or "const" in entry:
@@ -73,7 +75,7 @@ def values(entry: dict[str, Any]) -> str:
 
 
 def text(value: object) -> str:
-    """The value as config.yaml would write it."""
+    """Return the value as config.yaml would write it."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     return f"[{', '.join(map(text, value))}]" if isinstance(value, list) else str(value)

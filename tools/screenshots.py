@@ -1,4 +1,4 @@
-"""Writes docs/report.png, docs/sweep.png and docs/tensorboard.png, as Chromium shows them: part of `make recording`.
+"""Writes docs/report.png, docs/sweep.png and docs/tensorboard.png with Chromium. `make recording` runs this file.
 
 A new project trains on two CPU ranks and runs the sweep of docs/how-to/sweeps.md on the CPU.
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def train(binaries: Path, folder: Path) -> Path:
-    """Make a project, train it, run a sweep, report on both. Returns the project."""
+    """Make a project, train it, run a sweep and write the sweep's report. Return the project's folder."""
     answers = ["--no-input", "--default-config", "-o", str(folder), "project_name=Digits", "smoke_test=skip"]
     subprocess.run([binaries / "cookiecutter", ROOT, *answers], check=True)
     project = folder / "digits"

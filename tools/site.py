@@ -1,4 +1,4 @@
-"""MkDocs hook: links from docs/ to files outside of it become links to generated pages of the site."""
+"""A hook of MkDocs: turns links from docs/ to files outside of docs/ into links to generated pages of the site."""
 
 import re
 from pathlib import Path

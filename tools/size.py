@@ -1,9 +1,9 @@
-"""Prints the size of fresh projects beside the budget, and exits with 1 if a number is over it: `make size`.
+"""Prints the sizes of new projects with their budgets, and exits with 1 if a size is over budget. Type `make size`.
 
-A budget may only be lowered, unless DECISIONS.md says why.
+A budget may only be lowered, unless DECISIONS.md gives a reason to raise it.
 
-A line is a line of a .py file, as `wc -l` counts it; a module is a file of the project's package. Some numbers come
-from a real run on two CPU ranks of a project without tools: SPY logs every call of a function of the project in every
+Lines are those of .py files, as `wc -l` counts them. A module is a file of the project's package. Some numbers come
+from a real run on two CPU ranks, in a project without tools: SPY logs every call of the project's functions, in every
 process of the run.
 """
 
@@ -36,7 +36,7 @@ sys.setprofile(log_call)  # processes that are forked later keep it
 
 
 class Call(NamedTuple):
-    """A line of the log: a call of a function, or the return from it. `<import>` executes the body of a file."""
+    """A line of SPY's log: a function's call, or its return. The function `<import>` is the code of a file or class."""
 
     pid: str
     function: str
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 class Row(NamedTuple):
-    """A number of files, and of their lines, beside the budget."""
+    """A group of files, with budgets for the number of files and for the sum of their lines."""
 
     title: str
     files: Iterable[str]
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 def print_row(row: Row, project: Path) -> bool:
-    """Prints the number of files and of their lines, and if one is over budget, the files. True if none is."""
+    """Print the numbers of files and lines. If a number is over budget, list the files and return False; else True."""
     lines_of = {file: num_lines(project / file) for file in row.files}
     lines = sum(lines_of.values())
     is_over = len(lines_of) > row.max_files
@@ -112,7 +112,7 @@ def make_project(template: Path, output_dir: Path, tools: str) -> Path:
 
 
 def log_run(project: Path, spy: Path) -> list[Call]:
-    """Trains on two ranks. Returns the calls of the project's functions in the order in which they happened."""
+    """Train on two ranks. Return the calls of the project's functions, in the order in which they happened."""
     spy.mkdir()
     (spy / "sitecustomize.py").write_text(SPY, encoding="utf-8")  # Python imports it when it starts
     environment = plain_environment({"SPY_LOG": str(spy / "log"), "PYTHONPATH": str(spy)})
@@ -122,13 +122,13 @@ def log_run(project: Path, spy: Path) -> list[Call]:
 
 
 def imported_modules(project: Path, calls: Iterable[Call]) -> set[str]:
-    """Every file of the package that any process of the run executed, except empty ones."""
+    """Return the files of the package that any process of the run imported, except empty files."""
     files = {call.file for call in calls if call.function == "<import>" and call.file.startswith(PACKAGE)}
     return {file for file in files if num_lines(project / file)}
 
 
 def files_of_a_step(calls: Iterable[Call]) -> set[str]:
-    """The files whose functions were called during the second train_step() of one rank, except the user's own files."""
+    """Return the files whose functions are called in one rank's second train_step(), except model.py and dataset.py."""
     rank = next(call.pid for call in calls if call.function == "train_step")
     of_rank = [call for call in calls if call.pid == rank]
     calls_and_returns = [i for i, call in enumerate(of_rank) if call.function == "train_step"]
@@ -137,9 +137,9 @@ def files_of_a_step(calls: Iterable[Call]) -> set[str]:
 
 
 def files_before_run_fn(calls: Iterable[Call]) -> set[str]:
-    """The files whose functions were called in any process before the first run_fn, except the user's own files.
+    """Return the files whose functions were called by any process before run_fn, except model.py and dataset.py.
 
-    `<import>`, `<listcomp>` and their like do not count: a file that is only imported is not on the way.
+    Entries such as `<import>` and `<listcomp>` do not count, so files that are only imported are left out.
     """
     files = set()
     for call in calls:
@@ -151,7 +151,7 @@ def files_before_run_fn(calls: Iterable[Call]) -> set[str]:
 
 
 def modules_of_trainer(project: Path) -> set[str]:
-    """The files of the package that the import statements of trainer.py name, except empty ones."""
+    """Return the files of the package that trainer.py's import statements name, except empty files."""
     trainer, files = project / PACKAGE / "trainer.py", set()
     for node in ast.walk(ast.parse(trainer.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 1:

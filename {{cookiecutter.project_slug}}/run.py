@@ -2,7 +2,7 @@
 
 python run.py                                   train, on device_ids
 python run.py device_ids=cpu,cpu name=first     any key of config.yaml, changed for this run
-torchrun --nproc-per-node=2 run.py              joins the ranks that torchrun has started
+torchrun --nproc-per-node=2 run.py              trains on two ranks that torchrun starts
 python run.py evaluate                          the best checkpoint of the run
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imports stand in the functions: the process that starts the
 
 
 def run_fn(rank: int, world_size: int, config: "Config") -> None:
-    """Train to the end of the run, as rank `rank` of `world_size`; its process group and device are set."""
+    """Train to the end of the run, as rank `rank` of `world_size`, whose process group and device exist already."""
     from template_package.commands import write_report
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: the bare loop with prepare() and accelerator.backward()."""
+"""The bare loop with Hugging Face Accelerate: prepare() and accelerator.backward()."""
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, unused-ignore"
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The bare loop, as it is written by hand: DDP if there are several ranks, by mp.spawn or joined to torchrun.
+"""The bare loop, as people write it by hand. Several ranks train with DDP; mp.spawn or torchrun starts them.
 
-tuned: whole batches from the data set, and the fused AdamW.
+The tuned variant takes whole batches from the data set and uses the fused AdamW.
 """
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 

@@ -1,4 +1,4 @@
-"""What all loops share, so that they differ in nothing but the loop: the data in order, the optimizer, the log."""
+"""Code that all loops share, so that only the loops differ: the order of the data, the optimizer and the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loops.settings import LEARNING_RATE, WEIGHT_DECAY, Settings
 
 
 class OrderedBatches(Sampler[list[int]]):
-    """A batch sampler: part `rank` of `num_ranks` of each global batch; each iteration is the next epoch."""
+    """A batch sampler that yields part `rank` of `num_ranks` of each global batch. Each iteration is the next epoch."""
 
     def __init__(self, settings: Settings, rank: int, num_ranks: int) -> None:
         size = settings.global_batch_size
@@ -44,7 +44,7 @@ class OrderedBatches(Sampler[list[int]]):
 
 
 def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any]:
-    """A DataLoader as most people write it, or (tuned) one that gets whole batches from the data set."""
+    """Return a DataLoader as most people write it or, if tuned, one that gets whole batches from the data set."""
     batches = OrderedBatches(settings, rank, num_ranks)
     samples = (settings.work, settings.num_samples, settings.data, settings.images)
     if settings.data == "batches" and not settings.is_tuned:
@@ -55,12 +55,12 @@ def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any
 
 
 def as_it_is(batch: Any) -> Any:
-    """The collate function of batches that are whole already."""
+    """Return the batch unchanged. This is the collate function for data sets that return whole batches."""
     return batch
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> AdamW:
-    """AdamW, with weight decay on matrices alone as the generated trainer has it, so that the losses can be equal."""
+    """Return AdamW with weight decay on matrices only, as in the generated trainer, so that losses can be equal."""
     parameters = list(model.parameters())
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": WEIGHT_DECAY},
@@ -70,7 +70,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> AdamW:
 
 
 class Recorder:
-    """The log of one rank, a line every `log_every` steps, and the time of each line."""
+    """One rank's log: every `log_every` steps, rank 0 writes the loss, and each rank keeps the time."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         self._settings, self._rank, self._loss = settings, rank, float("nan")
@@ -78,7 +78,7 @@ class Recorder:
         self._times = [time.perf_counter()]
 
     def log(self, step: int, loss: Tensor) -> None:
-        """Write the step's mean loss over ranks down."""
+        """Log the step's loss, averaged over the ranks."""
         self._loss = mean_over_ranks(loss)
         if self._rank == 0:
             self._lines.write(json.dumps({"step": step, "loss": self._loss}) + "\n")
@@ -86,11 +86,11 @@ class Recorder:
         self.mark()
 
     def mark(self) -> None:
-        """A line was just written, by whomever."""
+        """Note the time of a log line that was just written, by log() or by a library."""
         self._times.append(time.perf_counter())
 
     def finish(self, last_loss: Tensor | None = None) -> None:
-        """Write the rank's results. last_loss: of the last step, if log() has not had it."""
+        """Write the rank's results. `last_loss` is the loss of the last step, for a loop that does not call log()."""
         result = {
             "lap_seconds": [end - start for start, end in pairwise(self._times)],
             "final_loss": self._loss if last_loss is None else mean_over_ranks(last_loss),
@@ -101,14 +101,14 @@ class Recorder:
 
 
 def leave() -> None:
-    """End this process at once: gloo's threads abort about one interpreter exit in ten (torch 2.13)."""
+    """End this process at once. In about one normal exit in ten, gloo's threads abort the interpreter (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean of each rank's loss; a collective."""
+    """Return the mean of the ranks' losses. All ranks must call this function together."""
     value = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(value)

@@ -1,4 +1,4 @@
-"""Lightning Fabric: the bare loop with setup() and fabric.backward(); it starts its second rank itself."""
+"""The bare loop with Lightning Fabric: setup() and fabric.backward(). Fabric starts the second rank itself."""
 # mypy: disable-error-code="import-not-found, import-untyped, unused-ignore"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning's Trainer, lean: no progress bar, no checkpoints, no summary, no logger but the common one."""
+"""Lightning's Trainer without extras: no progress bar, no checkpoints, no summary, only the log of all loops."""
 # mypy: disable-error-code="import-not-found, import-untyped, misc, unused-ignore"
 
 from __future__ import annotations

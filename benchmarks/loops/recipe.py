@@ -1,4 +1,4 @@
-"""The loop of the DDP tutorials: barrier, all-reduced loss, .item() and print in each step; DDP for one rank too."""
+"""The loop of DDP tutorials: each step has a barrier, an all-reduced loss, .item() and print. One rank uses DDP too."""
 # mypy: disable-error-code="no-untyped-call, attr-defined"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one run does, as the driver tells every loop: in the environment, so that it passes through any launcher."""
+"""The settings of one run. The driver passes them in an environment variable, which any launcher hands on."""
 
 from __future__ import annotations
 
@@ -13,27 +13,25 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """One run."""
-
     work: str
-    """mlp or transformer."""
+    """The model: mlp or transformer."""
     num_ranks: int
     num_steps: int
     global_batch_size: int
     num_samples: int
-    """Of the training set; a multiple of the global batch size, so no epoch ends with a short batch."""
+    """The size of the training set: a multiple of the global batch size, so that no epoch ends with a short batch."""
     log_every: int
     is_tuned: bool
-    """Whole batches from the data set, and the fused AdamW."""
+    """The loop takes whole batches from the data set and uses the fused AdamW."""
     orders: str
-    """A file of int64: the order of the samples in one epoch after another, as the generated trainer shuffles them."""
+    """The path of a file of int64 sample indices, epoch after epoch, in the generated trainer's shuffled order."""
     data: str
-    """How samples are read, see workload/dataset.py."""
+    """How samples are read: see make_dataset() in workload/dataset.py."""
     num_workers: int
     images: str
-    """The folder of the PNGs."""
+    """The folder of the PNG files, for `data` = images."""
     port: int
-    """A free one, for loops that meet at an address of their own."""
+    """A free port on which the ranks of bare.py and recipe.py find each other."""
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -44,5 +42,5 @@ class Settings:
 
     @property
     def output(self) -> Path:
-        """Where the run's results go."""
+        """The folder for the run's results."""
         return Path(os.environ["BENCHMARK_OUTPUT"])

@@ -1,4 +1,4 @@
-"""transformers' Trainer, lean: constant learning rate, no clipping, no checkpoints, no progress bar."""
+"""transformers' Trainer without extras: constant learning rate, no clipping, no checkpoints, no progress bar."""
 # mypy: disable-error-code="import-not-found, import-untyped, misc, no-untyped-call, unused-ignore"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loops.settings import LEARNING_RATE, Settings
 
 
 class OwnTrainer(Trainer):
-    """With the common data and loss."""
+    """A Trainer with the data and the loss that all loops share."""
 
     settings: Settings
     last_loss: Tensor
@@ -30,7 +30,7 @@ class OwnTrainer(Trainer):
 
 
 class MarkLogs(TrainerCallback):
-    """The time of the Trainer's own log lines (its figure is the mean over the steps since the line before)."""
+    """Notes the times of the Trainer's own log lines, whose losses are means over the steps since the last line."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -1,4 +1,4 @@
-"""The data, made from a fixed seed and held in memory: this file is also dataset.py of the measured project."""
+"""The benchmark's data, drawn from a fixed seed. The measured project uses this file as its dataset.py."""
 
 import random
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class DataConfig:
     work: str = "mlp"
     num_samples: int = 16000
     data: str = "batches"
-    """How samples are read, see make_dataset()."""
+    """How samples are read: one of the kinds in make_dataset()."""
     images: str = ""
-    """The folder of the PNGs, for `data: images`."""
+    """The folder of the PNG files, for `data: images`."""
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """One sample at a time, as most data sets are written."""
+    """Returns one sample at a time, as most data sets do."""
 
     def __init__(self, work: str, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -41,7 +41,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class BatchedSamples(Samples):
-    """A whole batch in one call: DataLoader and the generated project use __getitems__ where there is one."""
+    """Returns a whole batch in one call. DataLoader and the generated project use __getitems__ if it exists."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         rows = torch.tensor(indices)
@@ -49,7 +49,7 @@ class BatchedSamples(Samples):
 
 
 class TorchDraws(Samples):
-    """Each sample draws from torch's generator, as an augmentation does; what is drawn changes nothing."""
+    """Draws from torch's generator for each sample, as an augmentation does, but leaves the sample unchanged."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, target = super().__getitem__(index)
@@ -57,7 +57,7 @@ class TorchDraws(Samples):
 
 
 class OtherDraws(Samples):
-    """Each sample draws from NumPy's and Python's generators."""
+    """Draws from NumPy's and Python's generators for each sample, but leaves the sample unchanged."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, target = super().__getitem__(index)
@@ -65,7 +65,7 @@ class OtherDraws(Samples):
 
 
 class Images(Samples):
-    """Each sample is a PNG of 8 x 8 pixels, read from its file."""
+    """Reads each sample from a PNG file of 8 x 8 pixels."""
 
     def __init__(self, folder: str, num_samples: int) -> None:
         super().__init__("mlp", num_samples)
@@ -79,7 +79,7 @@ class Images(Samples):
         return torch.from_numpy(pixels).flatten() / 64 - 2, self.targets[index]
 
     def write(self) -> None:
-        """Write the files."""
+        """Write a PNG file for each sample."""
         from PIL import Image
 
         for path, inputs in zip(self.paths, self.inputs, strict=True):
@@ -89,7 +89,7 @@ class Images(Samples):
 
 
 def make_dataset(work: str, num_samples: int, data: str, images: str, *, is_tuned: bool = False) -> Dataset[Any]:
-    """The samples, as `data` says. is_tuned: as whole batches, if they are in memory and nothing is drawn."""
+    """Return the data set of the kind `data`. If `is_tuned`, "tensors" and "tuples" return whole batches."""
     if data == "images":
         return Images(images, num_samples)
     kinds = {"tuples": Samples, "torch draws": TorchDraws, "other draws": OtherDraws}
@@ -102,5 +102,5 @@ def make_dataset(work: str, num_samples: int, data: str, images: str, *, is_tune
 
 
 def build_datasets(config: DataConfig) -> tuple[Dataset[Any], Dataset[Any]]:
-    """The training set, and a small validation set that is not used: no loop evaluates."""
+    """Return the training set and a small validation set, which is unused, since no loop evaluates."""
     return make_dataset(config.work, config.num_samples, config.data, config.images), BatchedSamples(config.work, 100)

@@ -1,8 +1,8 @@
-"""The models that are trained, alike in every loop: this file is also model.py of the measured project.
+"""The models that every loop trains. The measured project uses this file as its model.py.
 
-`mlp` has 64-64-10 units: its step is so small that the loop around it shows. `transformer` has four layers of width
-128. Each loop calls build_model in each rank, so there all of them get one thread, and write when their first step has
-ended.
+`mlp` has 64-64-10 units: its step is so short that the cost of the loop shows. `transformer` has four layers of width
+128. Each rank of each loop calls build_model(). That function therefore also limits the rank to one thread and makes
+it write the time at which its first step ends.
 """
 
 import os
@@ -74,9 +74,10 @@ def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: tuple[Te
 
 @cache
 def _write_when_first_step_ends() -> None:
-    """Write the time into $BENCHMARK_OUTPUT after this process's first optimizer step, then be gone; once a process.
+    """Write the time at which this process's first optimizer step ends to a file in the folder $BENCHMARK_OUTPUT.
 
-    A step of rate 0 trains nothing: with it the generated trainer allocates the optimizer's memory beforehand.
+    A step at learning rate 0 does not count: the generated trainer makes one beforehand to allocate the optimizer's
+    memory. Further calls in the same process do nothing (`cache`).
     """
     path = Path(os.environ["BENCHMARK_OUTPUT"]) / f"first_step_{os.getpid()}"
 

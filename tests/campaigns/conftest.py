@@ -1,4 +1,4 @@
-"""Long campaigns of injected faults. `make test` runs short versions, `make campaigns` the whole ones, with reports."""
+"""Campaigns of injected faults. `make test` runs short ones; `make campaigns` runs the long ones and writes reports."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def is_long(request: pytest.FixtureRequest) -> bool:
 
 @dataclass
 class Tries:
-    """How often a fault was tried, and why what was lost was lost."""
+    """Counts the tries of a fault, and keeps the traceback of each failed try."""
 
     count: int = 0
     failures: list[str] = field(default_factory=list)
 
     @contextmanager
     def one(self, what: str) -> Iterator[None]:
-        """The body is one try. If it fails, that is noted, and the next ones are made all the same."""
+        """Count the `with` body as one try. Note an exception instead of raising it, so that other tries can follow."""
         self.count += 1
         try:
             yield
@@ -62,9 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Iterator[Report]:
-    """Takes a row of the table, and what else is to be told: report(fault, tries, text, seed=of random).
+    """Yield a function that adds a row to the table and text to the report: report(fault, tries, text, seed=…).
 
-    The test fails at its end if a row has losses.
+    `seed` is the seed of the test's random choices. The test fails at its end if any try has failed.
     """
     failures: list[str] = []
 
@@ -80,7 +80,7 @@ def report(request: pytest.FixtureRequest) -> Iterator[Report]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table of faults; `make campaigns` writes it to build/campaigns/ too, for docs/."""
+    """Print the table of faults. With --long (`make campaigns`), also write the report to build/campaigns/."""
     rows = config.stash[ROWS]
     if not rows:
         return
@@ -103,7 +103,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def project_tests() -> ModuleType:
-    """The helpers of the generated project's own tests."""
+    """Return conftest.py of the generated project's tests as a module, for its helpers."""
     path = ROOT / PROJECT / "tests" / "conftest.py"
     spec = importlib.util.spec_from_file_location("project_conftest", path)
     assert spec is not None
@@ -116,7 +116,10 @@ def project_tests() -> ModuleType:
 
 @pytest.fixture
 def make_project(project_tests: ModuleType, tmp_path: Path) -> Iterator[Callable[[Path | None], Any]]:
-    """Makes a project like those of the generated tests, with this folder's model.py and dataset.py if one is named."""
+    """Yield a function that makes a project like those of the generated tests.
+
+    The function's argument is a folder with the project's model.py and dataset.py, or None for those of the tests.
+    """
     sessions = []
 
     def make(workload: Path | None) -> Any:

@@ -1,4 +1,4 @@
-"""Broken config files and command lines: each is refused in a few lines that name the key, or it trains."""
+"""Tests of broken config files and command lines: each is refused in one to three lines, or the run trains."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def defaults(project_tests: Any) -> str:
 
 
 def dotted(content: dict[str, Any], prefix: str = "") -> list[str]:
-    """The keys of all values but the run's name."""
+    """Return the dotted keys of all values except the run's name."""
     keys = []
     for key, value in content.items():
         if f"{prefix}{key}" != "name":
@@ -85,7 +85,10 @@ def dotted(content: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def mutate(path: Path, original: str, keys: list[str], choose: random.Random) -> list[str]:
-    """Words for the command line; the file may have been changed instead."""
+    """Make one random change, often a mistake, in the config file or the command line. Return the command's arguments.
+
+    A first argument "--" means that the caller adds no arguments of its own.
+    """
     path.write_text(original, encoding="utf-8")
     key, value = choose.choice(keys), choose.choice(VALUES)
     section, _, name = key.rpartition(".")
@@ -119,7 +122,7 @@ def mutate(path: Path, original: str, keys: list[str], choose: random.Random) ->
 
 
 def rule_of(line: str, names: set[str]) -> str:
-    """The rule in a message, without keys, sections, values and remedy: the same wherever it is broken."""
+    """Return an error message's rule without keys, sections, values and remedy, so that each rule has one text."""
     if (unreadable := "not readable as YAML") in line:
         return unreadable
     rule = re.sub(r"(?<=\w)=\S+|(?<=byte )\d+", "…", line.partition(". ")[0].rpartition(": ")[2])

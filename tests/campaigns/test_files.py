@@ -1,4 +1,4 @@
-"""Damaged checkpoints and a full disk: older checkpoints stay whole, and the same command continues from them."""
+"""Tests of damaged checkpoints and a full disk: older checkpoints stay whole, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ def test_disk_that_is_full_keeps_what_was_whole(
 
 
 def last_saved(project: Any, name: str) -> int:
-    """The step of the run's last checkpoint; 0 without one."""
+    """Return the step of the run's last checkpoint, or 0 if the run has no checkpoint."""
     return max((int(path.stem[5:]) for path in project.directory(name).glob("checkpoints/step_*.pt")), default=0)

@@ -1,4 +1,4 @@
-"""A long run with evaluation, saving and a tracker takes no more memory, files and threads at its end than early on."""
+"""Test that a long run with evaluations, checkpoints and a tracker does not gain memory, open files or threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from .conftest import Report, Tries
 
 GROWTH_MIB = 20
-"""After the first 1,000 steps, of about 630: allocators keep some blocks, most of them early. A KiB kept a step would
-be 19 MiB in each rank."""
+"""Allowed growth of memory after the first 1,000 steps, from about 630 MiB. Allocators keep some blocks, most of them
+early. A leak of 1 KiB per step would add 19 MiB in each rank."""
 LATE_GROWTH_MIB = 4
-"""In the second half of the run. One batch kept a step would be 6 MiB in 10,000 steps (16 samples of 9 numbers of 4
-bytes), and four times that with what Python and torch put around a tensor."""
+"""Allowed growth in the second half of the run. A leak of one batch per step (16 samples of 9 numbers of 4 bytes) would
+add 6 MiB in 10,000 steps, and four times that with the overhead of Python and torch for each tensor."""
 SHORT_GROWTH_MIB = 12
-"""The blocks that allocators keep come early: in 4,000 steps even the second half has its share of them."""
+"""Allowed growth in the second half of a run of only 4,000 steps, when allocators still add some early blocks."""
 
 EVERY_STEPS = 1_000
 WAITS = f"""
@@ -33,11 +33,11 @@ def after_step(model, step, log):
         while pause.exists():
             time.sleep(0.01)
 """
-"""The run waits to be measured: at a thousand steps a second it would be over before anybody has looked."""
+"""Code that makes the run wait to be measured: at a thousand steps a second, the run would end too early."""
 
 MORE_FILES = 8
-"""A batch on its way from a worker is an open file for each tensor. One kept an evaluation would be
-15 in 3,000 steps."""
+"""Allowed growth of open files. Each tensor of a batch on its way from a worker is an open file. A leak of one file per
+evaluation would add 15 in 3,000 steps."""
 
 
 @pytest.mark.timeout(3600)
@@ -85,8 +85,10 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
 
 
 def measure(pid: int) -> tuple[float, int, int]:
-    """Memory in MiB, open files and threads of a process and all that it has started. The memory is their own: what
-    several share counts once, and a library's file, which others on this machine may map too, does not.
+    """Return memory in MiB, open files and threads of a process and all processes that it has started.
+
+    Memory that several of them share counts once. Mapped files of libraries, which other programs may map too, do not
+    count.
     """
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     try:

@@ -1,4 +1,4 @@
-"""Faults that other tests inject one by one: here they are run and counted by the kind of the fault."""
+"""Runs the other tests that inject faults one by one, and counts their outcomes by the kind of fault."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_faults_that_other_tests_inject(template: Path, is_long: bool, report: R
 
 
 def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
-    """The outcome of each test with each of its parameters: its failure, why it was skipped, or nothing."""
+    """Run the tests (or only collect them). Return each outcome: a failure, a reason for skipping, or "" for a pass."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     junit = REPORTS / f"tests_{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o"]
@@ -148,5 +148,5 @@ def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
 
 
 def is_of(name: str, test: str) -> bool:
-    """Whether file::test[parameters] belongs to that file or that file::test."""
+    """Return whether `name`, file::test[parameters], belongs to `test`, which is a file or file::test."""
     return test in (name, name.partition("[")[0], name.partition("::")[0])

@@ -1,5 +1,6 @@
-"""Killed or asked to stop at any moment: the same command goes on, and in the end nothing tells the run from an
-undisturbed one.
+"""Tests of runs that are killed or asked to stop at any moment.
+
+The same command resumes such a run, and in the end its results equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -36,28 +37,28 @@ TORCHRUN = (
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 )  # fmt: skip
 END_SECONDS = 10.0
-"""From the signal to the end of all processes, at most."""
+"""The longest time allowed from the signal to the end of all processes."""
 GROUP = "whole group"
 Disturb = Callable[[set[str], random.Random], tuple[int, str]]
-"""Chooses a signal, and who gets it: one of these kinds of processes, or the whole group."""
+"""Chooses a signal and its receiver: one of the given kinds of processes, or the whole group."""
 
 
 @dataclass
 class Hit:
-    """One disturbance: rank 0's phase at that moment, and who got the signal."""
+    """One signal to a run, with rank 0's phase at that moment and the kind of process that got the signal."""
 
     phase: str
     victim: str
     is_resumed: bool
-    """There was a checkpoint to go on from."""
+    """The run had a checkpoint to resume from."""
     seconds: float = 0.0
-    """From the signal to the end of all processes; 0 if the run could do without the victim."""
+    """Time from the signal to the end of all processes, or 0 if the run completed without the victim."""
 
 
 def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
-    """SIGKILL: half of them to the whole group; half of the rest to a rank (if one exists yet); the others to the
-    launching process or to a helper (a loader worker, the fork server, a tracker). Any exit code is allowed. Only
-    Python's own files may stay in the system's temporary folder: pymp-…, with the dead socket of a fork server.
+    """Half of the SIGKILLs go to the whole group, and half of the rest to a rank (if one exists yet). The others go to
+    the launching process or to a helper (a loader worker, the fork server, a tracker). Any exit code is allowed. Only
+    Python's own files may stay in the system's temporary folder: pymp-…, with the socket of a dead fork server.
     """
     is_group, is_rank = choose.random() < 0.5, choose.random() < 0.5
     other = choose.choice(sorted(kinds - {"rank"}))
@@ -65,9 +66,9 @@ def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
 
 
 def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
-    """SIGTERM or SIGUSR1 to one rank, to the launching process or to all; the run must end with 143. Every second run
-    is started by torchrun (its own exit code is 1), whose agent is then the launching process. The last step in
-    metrics.jsonl must be saved, and summary.json must say that the run was stopped.
+    """SIGTERM or SIGUSR1 goes to one rank, to the launching process or to the whole group. The run must end with exit
+    code 143, save the last step in metrics.jsonl, and say in summary.json that it was stopped. Every second run is
+    started by torchrun, whose agent is then the launching process and ends with exit code 1.
     """
     return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(["rank", "launcher", GROUP])
 
@@ -123,7 +124,7 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
 
 
 def run_undisturbed(project: Any) -> float:
-    """Train the run that the others are compared with. Returns the seconds to the mark of its first step."""
+    """Train the run with which others are compared, and return the seconds until it first writes the file `phase`."""
     started_at = time.monotonic()
     process = project.start(*WORDS, "name=undisturbed")
     wait_for(process, project.folder / "phase", bool)
@@ -142,7 +143,7 @@ def disturb_in(
     hits: list[Hit],
     command: Sequence[str],
 ) -> bool:
-    """Start the run, disturb it in that phase, and add to `hits` what was met; False if it had come to its end."""
+    """Start the run, send a signal in phase `wanted`, and add a Hit to `hits`. Return False if the run ended first."""
     marker, checkpoints = project.folder / "phase", project.directory(project.name) / "checkpoints"
     marker.unlink(missing_ok=True)
     is_resumed, former_step = any(checkpoints.glob("step_*.pt")), last_step(project)
@@ -194,13 +195,13 @@ def disturb_in(
 
 
 def last_step(project: Any) -> int:
-    """The last step in metrics.jsonl."""
+    """Return the last step in metrics.jsonl, or 0 if no step is logged."""
     has_lines = (project.directory(project.name) / "metrics.jsonl").exists()
     return max((line["step"] for line in project.lines(project.name)), default=0) if has_lines else 0
 
 
 def describe(hits: list[Hit]) -> str:
-    """Tables of who got a signal."""
+    """Return a table of the signals and the slowest end, by the kind of process that got the signal."""
     lines = ["| to | signals | slowest end, s |", "|---|---:|---:|"]
     for victim in sorted({hit.victim for hit in hits}):
         seconds = [hit.seconds for hit in hits if hit.victim == victim]
@@ -211,8 +212,9 @@ def describe(hits: list[Hit]) -> str:
 
 
 def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
-    """The processes of a run, by id. The ranks are children of the fork server or of torchrun's agent, and the workers
-    theirs.
+    """Return the kind (launcher, rank or helper) of each process of a run, by process id.
+
+    The ranks are children of the fork server or of torchrun's agent. Loader workers are children of the ranks.
     """
     family = {launcher: "launcher"}
     with suppress(psutil.Error):  # one has just ended
@@ -223,7 +225,7 @@ def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
 
 
 def living(sessions: set[int]) -> list[int]:
-    """All processes of a run: its command was started in a session of its own, and so is each rank by torchrun."""
+    """Return the living processes of these sessions. A run's command has its own, and so has each torchrun rank."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has just ended
@@ -237,7 +239,7 @@ def read(marker: Path) -> str:
 
 
 def wait_for_phase(process: subprocess.Popen[str], marker: Path, wanted: str, num_times: int) -> None:
-    """Return when rank 0 has begun that phase so often, or the run has ended."""
+    """Wait until rank 0 has begun the phase `wanted` `num_times` times, or the run has ended."""
     for _ in range(num_times):
         wait_for(process, marker, lambda letter: letter != wanted)
         wait_for(process, marker, lambda letter: letter == wanted)

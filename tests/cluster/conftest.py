@@ -1,4 +1,4 @@
-"""Generated projects to train with, the losses that they must reach, and hosts to train on (`make test-cluster`)."""
+"""Fixtures of `make test-cluster`: generated projects, the losses that they must reach, and hosts to train on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from . import namespaces, slurm
 from .hosts import Host, all_ended, copy_project, own_cores
 
 SAME = ("training.epochs=2", "model.dropout=0", "logging.tracker=none")
-"""The image example, quickly. Dropout draws other numbers on another number of ranks; all else is the same but for the
-order in which gradients are summed."""
+"""Arguments that train the image example quickly. Dropout is off, since its draws depend on the number of ranks. The
+number of ranks then changes only the order in which gradients are summed."""
 
 WORKLOAD_CONFIG = """
 name: run
@@ -26,18 +26,18 @@ training: {epochs: 10, global_batch_size: 16}
 evaluation: {metric: loss, mode: min}
 logging: {every_steps: 1, tracker: none}
 """
-"""7 steps an epoch, slow enough to be interrupted, and a last loss after 70 of them."""
+"""A config with 70 steps, 7 in each epoch, that are slow enough to be interrupted."""
 
 
 @pytest.fixture(scope="session")
 def image_project(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with the default answers."""
+    """Return a project generated with the default answers."""
     return bake(template, tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture(scope="session")
 def slow_project(image_project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with the small model and data of its own tests, whose steps can be slowed down."""
+    """Return a copy of the project with the small model and data of its own tests, whose steps can be slowed down."""
     folder = copy_project(image_project, tmp_path_factory.mktemp("slow") / "project")
     for name in ("model.py", "dataset.py"):
         shutil.copy(folder / "tests" / "workload" / name, folder / "ddp_experiment" / name)
@@ -54,32 +54,32 @@ def _losses(project: Path, folder: Path, *words: str) -> list[float]:
 
 @pytest.fixture(scope="session")
 def image_losses(image_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses that one process reaches with SAME."""
+    """Return the last training and validation loss that one process reaches with SAME."""
     return _losses(image_project, tmp_path_factory.mktemp("one"), *SAME)
 
 
 @pytest.fixture(scope="session")
 def slow_losses(slow_project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses that one process reaches with the slow project."""
+    """Return the last training and validation loss that one process reaches with the slow project."""
     return _losses(slow_project, tmp_path_factory.mktemp("one"), "model.seconds_per_step=0")
 
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
-    """A word in the environment of every process that the test starts. Those left over are killed at its end."""
+    """Yield a mark for the environment of all processes of the test. When the test ends, kill the marked processes."""
     with all_ended(str(tmp_path)):
         yield str(tmp_path)
 
 
 @pytest.fixture
 def image(image_project: Path, tmp_path: Path, mark: str) -> Host:
-    """This machine, with the image example."""
+    """Return this machine as a host, with a copy of the image example."""
     return Host(copy_project(image_project, tmp_path / "image"), mark)
 
 
 @pytest.fixture(scope="session")
 def network() -> Iterator[list[tuple[str, ...]]]:
-    """The words in front of a command that run it on the first host, and on the second."""
+    """Yield a command prefix for each of two hosts: in front of a command, the prefix runs the command on that host."""
     if reason := namespaces.why_not():
         pytest.skip(reason)
     with namespaces.two_hosts() as prefixes:
@@ -95,19 +95,19 @@ def _hosts(network: list[tuple[str, ...]], project: Path, folder: Path, mark: st
 
 @pytest.fixture
 def image_hosts(network: list[tuple[str, ...]], image_project: Path, tmp_path: Path, mark: str) -> list[Host]:
-    """Two hosts, each with the image example in a folder of its own."""
+    """Return two hosts, each with the image example in a folder of its own."""
     return _hosts(network, image_project, tmp_path, mark)
 
 
 @pytest.fixture
 def slow_hosts(network: list[tuple[str, ...]], slow_project: Path, tmp_path: Path, mark: str) -> list[Host]:
-    """Two hosts, each with the slow project in a folder of its own."""
+    """Return two hosts, each with the slow project in a folder of its own."""
     return _hosts(network, slow_project, tmp_path, mark)
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
-    """Two virtual nodes under SLURM."""
+    """Yield a running SLURM with two virtual nodes."""
     if reason := slurm.why_not():
         pytest.skip(reason)
     with slurm.running_slurm(mark=str(tmp_path_factory.mktemp("slurm"))) as running:

@@ -1,4 +1,4 @@
-"""Commands as people type them in a project's folder, on one host or several, and the end of all that they start."""
+"""Starts commands in a project's folder, on one host or several, and ends all processes that the commands start."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ import psutil
 import pytest
 
 TOLERANCE = 1e-4
-"""Relative tolerance of losses: after the steps that the tests train, sums in another order differ by 1e-8 to 1.5e-5
-(in float64 by 4e-16), shares of equal weight by more than 3e-3."""
+"""Relative tolerance of the losses at the end of the tests' runs. Summing in another order changes them by 1e-8 to
+1.5e-5 (in float64 by 4e-16). Giving unequal shares of a batch equal weight changes them by more than 3e-3."""
 MARK = "DDP_MARK_OF_CLUSTER"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "NNODES", "SLURM_", "SBATCH_", "OMPI_", "PMI")
 FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_")
 
 
 def plain_environment(mark: str) -> dict[str, str]:
-    """This process's environment without what a launcher may have set; `mark` lets what is started be found again."""
+    """Return this process's environment without launchers' variables, but with the mark that marked() looks for."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as an activated environment has it
     return kept | {MARK: mark, "PATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def prepare_child() -> None:
-    """End with this process, whatever ends it; heed Ctrl-C, which a shell's background jobs do not."""
+    """Let a child heed Ctrl-C, which a shell's background jobs ignore, and die when its parent ends for any reason."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 class Command:
-    """One that runs, with its output in a file."""
+    """A running command, whose output goes to a file."""
 
     def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str], output: Path) -> None:
         self.words, self.output = list(words), output
@@ -65,7 +65,7 @@ class Command:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def ended(self, code: int | None = 0, timeout: float = 90) -> str:
-        """Wait for the end, which must be with this exit code (None: any but 0), and return the output."""
+        """Wait for the command's end, and return its output. Fail unless it ends with `code` (None: any code but 0)."""
         try:
             found = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ class Command:
 
 @dataclass
 class Host:
-    """A folder with a project, and the words in front of a command that run it on this host."""
+    """A host with a project's folder. `prefix` in front of a command runs the command on this host."""
 
     folder: Path
     mark: str
@@ -94,23 +94,23 @@ class Host:
         return self.start(sys.executable, "run.py", *words, **variables)
 
     def lines(self, name: str, split: str) -> list[dict[str, Any]]:
-        """metrics.jsonl of a run."""
+        """Return the lines of a run's metrics.jsonl for one split, `train` or `validation`."""
         path = self.folder / "runs" / name / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [line for line in whole if line["split"] == split]
 
     def summary(self, name: str) -> dict[str, Any]:
-        """summary.json of a run."""
+        """Return the contents of a run's summary.json."""
         content: dict[str, Any] = json.loads((self.folder / "runs" / name / "summary.json").read_text(encoding="utf-8"))
         return content
 
     def losses(self, name: str) -> list[float]:
-        """The last losses of a run, in training and on the validation set."""
+        """Return the last training loss and the last validation loss of a run."""
         return [self.lines(name, split)[-1]["loss"] for split in ("train", "validation")]
 
     def has_trained(self, name: str, world_size: int, losses: list[float]) -> None:
-        """Fail unless so many ranks have brought the run to its end, each step once, and to these losses."""
+        """Fail unless `world_size` ranks have completed the run, logged each step once, and reached these losses."""
         summary, steps = self.summary(name), [line["step"] for line in self.lines(name, "train")]
         assert (summary["status"], summary["world_size"]) == ("complete", world_size)
         assert steps == sorted(set(steps))
@@ -118,7 +118,7 @@ class Host:
         assert self.losses(name) == pytest.approx(losses, rel=TOLERANCE)
 
     def wait_for_step(self, name: str, step: int, *commands: Command, timeout: float = 60) -> None:
-        """Until the run has logged this step."""
+        """Wait until the run has logged this step. Fail with the commands' output after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not any(line["step"] >= step for line in self.lines(name, "train")):
             printed = "\n".join(command.text for command in commands)
@@ -126,12 +126,12 @@ class Host:
             time.sleep(0.05)
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes of this folder that train, in the order of their ranks."""
+        """Return the training processes of this folder, in the order of their ranks."""
         found = [process for process in marked(self.mark) if self._rank(process) is not None]
         return sorted(found, key=lambda process: self._rank(process) or 0)
 
     def _rank(self, process: psutil.Process) -> int | None:
-        """A rank writes its log in its run's folder."""
+        """Return the process's rank, known from the log file that a rank keeps open, or None if it is no rank."""
         try:
             logs = [Path(file.path) for file in process.open_files() if file.path.startswith(f"{self.folder}/runs/")]
         except psutil.Error:
@@ -140,12 +140,12 @@ class Host:
 
 
 def copy_project(project: Path, folder: Path) -> Path:
-    """A copy without what runs have left."""
+    """Copy the project without the files of its runs, and return the copy's folder."""
     return Path(shutil.copytree(project, folder, ignore=shutil.ignore_patterns("runs", "__pycache__")))
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The living processes that were started with this mark, whoever their parent is now."""
+    """Return the living processes that were started with this mark, whatever their parent is now."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -158,7 +158,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def left_after(mark: str, seconds: float) -> list[str]:
-    """The command lines of the marked processes that still live after so long."""
+    """Return the command lines of the marked processes that are still alive after `seconds`."""
     deadline = time.monotonic() + seconds
     while (processes := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -173,7 +173,7 @@ def left_after(mark: str, seconds: float) -> list[str]:
 
 @contextmanager
 def all_ended(mark: str) -> Iterator[None]:
-    """Kills, when the body is over, all that has been started with this mark."""
+    """Kill all processes that were started with this mark when the `with` body ends."""
     try:
         yield
     finally:
@@ -186,7 +186,7 @@ def all_ended(mark: str) -> Iterator[None]:
 
 
 def until(is_true: Callable[[], object], what: str, timeout: float) -> None:
-    """Wait; AssertionError with `what` if it takes too long."""
+    """Wait until `is_true` returns a true value. Raise AssertionError with the text `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not is_true():
         assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
@@ -194,7 +194,7 @@ def until(is_true: Callable[[], object], what: str, timeout: float) -> None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on."""
+    """Return `number` free ports of the loopback address."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [int(server.getsockname()[1]) for server in sockets]
     for server in sockets:
@@ -203,7 +203,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def own_cores(number: int) -> list[tuple[str, ...]]:
-    """Words in front of commands that give several hosts on this machine cores of their own, as real ones have."""
+    """Return a command prefix for each of `number` hosts that keeps the host's commands on CPU cores of their own."""
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[index::number] or cores for index in range(number)]
     return [("taskset", "--cpu-list", ",".join(map(str, share))) for share in shares]

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces of their own, joined by a cable (veth), with host names of their own.
+"""Two hosts on one machine: two network namespaces, joined by a virtual cable (veth), each with its own host name.
 
 The namespaces have no names and belong to two sleeping processes that die with pytest, so nothing is left behind and
-two test runs cannot collide. The host names resolve to nothing, which is harder than what a cluster offers.
+two test runs cannot collide. The host names resolve to no address, which is a harder condition than on a cluster.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERFACE = "cable"
 
 
 def why_not() -> str | None:
-    """Why there can be no such hosts here; None if there can."""
+    """Return the reason why this machine cannot have two such hosts, or None if it can."""
     for tool in ("ip", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here (Debian: iproute2, util-linux)"
@@ -32,7 +32,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[list[tuple[str, ...]]]:
-    """The words that run a command on the first and on the second host, which see each other under ADDRESSES."""
+    """Yield the prefixes that run a command on the first and the second host, whose addresses are ADDRESSES."""
     with ExitStack() as stack:
         holders = [stack.enter_context(_namespace(f"host-{letter}")) for letter in "ab"]
         first, second = (str(holder.pid) for holder in holders)

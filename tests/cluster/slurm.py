@@ -1,4 +1,4 @@
-"""SLURM on this machine: munged, slurmctld and two slurmd of the test's own, in a folder and on ports of its own."""
+"""Runs SLURM on this machine: munged, slurmctld and two slurmd, with a folder and ports used by the tests only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def why_not() -> str | None:
-    """Why there can be no SLURM here; None if there can."""
+    """Return the reason why SLURM cannot run on this machine, or None if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         return f"there is no {', '.join(missing)} here (Debian: slurm-wlm, munge)"
@@ -33,30 +33,30 @@ def why_not() -> str | None:
 
 @dataclass
 class Slurm:
-    """Commands of a running SLURM find it by these variables."""
+    """A running SLURM. Its commands find it by the environment variables in `variables`."""
 
     variables: dict[str, str]
     folder: Path
 
     def ask(self, *command: str) -> str:
-        """The output of a command of SLURM's."""
+        """Run a SLURM command and return its output."""
         environment = plain_environment("") | self.variables
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}{self.logs()}"
         return result.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """The state of a job, as SLURM shows it."""
+        """Return the fields of a job as `scontrol show job` prints them."""
         words = self.ask("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, number: str, states: tuple[str, ...], timeout: float) -> str:
-        """The state of the job, once it is one of these."""
+        """Wait until the job is in one of these states, and return its state."""
         until(lambda: self.job(number)["JobState"] in states, f"job {number} is one of {states}{self.logs()}", timeout)
         return self.job(number)["JobState"]
 
     def wait_for_end(self, number: str, timeout: float) -> str:
-        """The state in which the job has ended."""
+        """Wait until the job has ended, and return its final state."""
         return self.wait_for(number, ENDED, timeout)
 
     def cancel_all(self) -> None:
@@ -65,21 +65,21 @@ class Slurm:
         until(self.is_idle, f"two idle nodes{self.logs()}", 30)
 
     def is_idle(self) -> bool:
-        """Whether both nodes wait for work."""
+        """Return whether both nodes are idle."""
         command = ["sinfo", "--noheader", "--partition=short", "--format=%D %t"]
         environment = plain_environment("") | self.variables
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         return result.stdout.split() == ["2", "idle"]
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the last 1,500 characters of each daemon's log."""
         ends = [path.read_text(encoding="utf-8", errors="replace")[-1500:] for path in self.folder.glob("*.log")]
         return "\n" + "\n".join(ends)
 
 
 @contextmanager
 def running_slurm(mark: str) -> Iterator[Slurm]:
-    """Two nodes, idle; all is ended and removed afterwards."""
+    """Yield a SLURM with two idle nodes. End its processes and remove its folder afterwards."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-slurm-", ignore_cleanup_errors=True)))
         folder.chmod(0o755)
@@ -113,7 +113,7 @@ def _configure(folder: Path) -> Path:
 
 @contextmanager
 def _daemon(words: list[str], environment: dict[str, str], folder: Path) -> Iterator[None]:
-    """A daemon that stays in the foreground: ended at the end, and with this process, whatever ends it."""
+    """Run a daemon during the `with` body. The daemon also dies when this process ends for any reason."""
     with (folder / "daemons.log").open("ab") as log:
         process = subprocess.Popen(
             words,

@@ -1,4 +1,4 @@
-"""Two hosts with a network between them and no folder in common. Their names resolve to nothing."""
+"""Tests on two hosts that share a network but no folder, and whose names resolve to no address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_run_py(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("
 
 
 def start_script(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("cpu", "cpu")) -> list[Command]:
-    """Type scripts/multi_node.sh on both hosts. Torchrun's own options come first among the words."""
+    """Type scripts/multi_node.sh on both hosts. Options for torchrun come first in `words`."""
     variables = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
     own = [{"NODE_RANK": str(number)} for number in range(2)]
     return [
@@ -43,7 +43,7 @@ def start_script(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("
 
 
 def start_c10d(hosts: Sequence[Host], *words: str) -> list[Command]:
-    """Type torchrun on both hosts, with its own rendezvous and the addresses that it cannot find by host names."""
+    """Type torchrun on both hosts, with its own rendezvous and with addresses, since the host names do not resolve."""
     options = "--nnodes=2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=test".split()
     launcher = sys.executable, "-m", "torch.distributed.run", *options, f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"
     return [
@@ -53,7 +53,7 @@ def start_c10d(hosts: Sequence[Host], *words: str) -> list[Command]:
 
 
 def all_end(commands: Sequence[Command], code: int | None = 0, timeout: float = 90) -> list[str]:
-    """The output of each command, when all have ended with this exit code (None: with any but 0)."""
+    """Wait until all commands end with this exit code (None: any code but 0), and return their outputs."""
     return [command.ended(code, timeout) for command in commands]
 
 
@@ -75,7 +75,7 @@ def test_fsdp_shards_the_weights_across_both_hosts(image_hosts: list[Host], imag
 def test_name_that_is_a_loopback_address_on_its_own_host(
     slow_hosts: list[Host], slow_losses: list[float], tmp_path: Path
 ) -> None:
-    """Debian's installer writes such a line into /etc/hosts: the route to one's own name is then the loopback."""
+    """Debian's installer maps a host's name to 127.0.1.1 in its /etc/hosts: the host reaches itself by the loopback."""
     for host, address in zip(slow_hosts, ("127.0.1.1", ADDRESSES[0]), strict=True):
         names = tmp_path / f"hosts_{address}"
         names.write_text(f"127.0.0.1 localhost\n{address} node0\n", encoding="utf-8")
@@ -137,7 +137,7 @@ def test_killed_rank_restarts_the_ranks_of_both_hosts(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_restart_in_the_middle_of_a_long_step(number: int, slow_hosts: list[Host]) -> None:
-    """The other rank is still alive when torchrun's agent restarts the killed one."""
+    """When torchrun's agent restarts the killed rank, the other rank is still in its long step."""
     commands = start_script(slow_hosts, "training.max_steps=4", "checkpoint.every_steps=1", "model.seconds_per_step=2")
     slow_hosts[0].wait_for_step("run", 2, *commands)
     time.sleep(0.3)
@@ -149,7 +149,7 @@ def test_restart_in_the_middle_of_a_long_step(number: int, slow_hosts: list[Host
 
 @pytest.mark.parametrize("number", [0, 1], ids=["host of rank 0", "other host"])
 def test_lost_host_ends_the_other(number: int, slow_hosts: list[Host], mark: str) -> None:
-    """torchrun is killed on one host, and its ranks die with it."""
+    """When torchrun is killed on one host, its ranks die with it. The ranks of the other host must end too."""
     commands = start_script(slow_hosts, NO_RESTART)
     slow_hosts[0].wait_for_step("run", 5, *commands)
     commands[number].process.kill()
@@ -174,7 +174,7 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts: list[Host], mark: str) -> None:
-    """After a stop on one host alone, torchrun starts the other's ranks again. They wait for the host that is gone."""
+    """After a stop on one host only, torchrun restarts the ranks of the other, which then wait for the stopped host."""
     commands = start_script(slow_hosts)
     slow_hosts[0].wait_for_step("run", 5, *commands)
     torchrun = psutil.Process(commands[1].process.pid)

@@ -1,4 +1,4 @@
-"""One machine: two ranks reach the losses of one process, whoever starts them."""
+"""Tests on one machine: two ranks reach the losses of one process, whether run.py or torchrun starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under SLURM, on two virtual nodes that share this machine's disk: srun starts ranks, or one torchrun a node does."""
+"""Tests under SLURM, on two virtual nodes that share a disk. Ranks are started by srun or by torchrun on each node."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from .hosts import Host, copy_project, left_after, until
 from .slurm import Slurm
 
 ANYWHERE = ("--gpus-per-node=0", "--cpus-per-task=1")
-"""Options of the script that the test's nodes cannot fulfil."""
+"""Options for sbatch that replace options in scripts/slurm.sbatch that the tests' nodes cannot fulfil."""
 SECONDS_TO_END = 5
 
 
 @dataclass
 class Login:
-    """A host on which SLURM's commands are typed in a project's folder."""
+    """A host on which the tests type SLURM's commands in a project's folder."""
 
     host: Host
     slurm: Slurm
 
     def srun(self, *words: str, code: int | None = 0) -> str:
-        """srun's output, when it has ended with this exit code."""
+        """Run srun, which must end with this exit code, and return its output."""
         return self.host.start("srun", *words, **self.slurm.variables).ended(code)
 
     def sbatch(self, *words: str) -> str:
-        """The number of the new job."""
+        """Submit a job, and return its id."""
         printed = self.host.start("sbatch", *words, **self.slurm.variables).ended()
         return printed.split()[-1]
 
     def output(self, job: str) -> str:
-        """The output of the job."""
+        """Return the job's output so far."""
         path = self.host.folder / f"slurm-{job}.out"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def ended(self, job: str, state: str = "COMPLETED", timeout: float = 90) -> str:
-        """The job's output, when it has ended in this state."""
+        """Wait for the job's end, which must be in this state, and return its output."""
         found = self.slurm.wait_for_end(job, timeout)
         assert found == state, f"{found}: {self.output(job)}"
         return self.output(job)
 
     def back_in_the_queue(self, job: str, timeout: float) -> None:
-        """Wait until the job has put itself there, and spare it the two minutes that SLURM lets such a job wait."""
+        """Wait until the job has requeued itself, and skip the two minutes that SLURM lets such a job wait."""
         try:
             until(lambda: self.slurm.job(job)["Restarts"] == "1", f"job {job} is back in the queue", timeout)
         except AssertionError as error:
@@ -60,14 +60,14 @@ class Login:
 
 @pytest.fixture
 def image_login(cluster: Slurm, image_project: Path, tmp_path: Path, mark: str) -> Iterator[Login]:
-    """With the image example."""
+    """Yield a login host with the image example."""
     yield Login(Host(copy_project(image_project, tmp_path / "image"), mark), cluster)
     cluster.cancel_all()
 
 
 @pytest.fixture
 def slow_login(cluster: Slurm, slow_project: Path, tmp_path: Path, mark: str) -> Iterator[Login]:
-    """With the slow project."""
+    """Yield a login host with the slow project."""
     yield Login(Host(copy_project(slow_project, tmp_path / "slow"), mark), cluster)
     cluster.cancel_all()
 
@@ -92,7 +92,7 @@ def test_run_py_in_a_job_of_one_node_starts_its_ranks_itself(image_login: Login,
 
 
 def test_job_that_is_warned_of_its_time_limit_queues_itself(slow_login: Login) -> None:
-    """SLURM may warn up to a minute early, so nobody knows whether there is something to save yet."""
+    """SLURM may warn up to a minute early, so the run may have no step to save yet."""
     short = "--time=1", "--signal=TERM@30"
     job = slow_login.sbatch(*ANYWHERE, *short, "scripts/slurm.sbatch", "model.seconds_per_step=2")
     slow_login.back_in_the_queue(job, timeout=90)
@@ -107,7 +107,7 @@ def test_job_that_is_asked_to_stop_while_it_starts_queues_itself(slow_login: Log
 
 
 def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_losses: list[float]) -> None:
-    """Signals the task alone, like SLURM with proctrack/cgroup; the test's own signals all processes."""
+    """Signal the task alone, as SLURM with proctrack/cgroup does. The SLURM of these tests signals all processes."""
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     slow_login.host.wait_for_step("run", 5)
     for process in psutil.process_iter(["name", "cmdline"]):

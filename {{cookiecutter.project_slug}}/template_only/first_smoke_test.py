@@ -1,9 +1,9 @@
-"""The smoke test at birth: finds a Python that has the dependencies and runs `run.py smoke` with it.
+"""Runs the smoke test of a new project: finds a Python that has the dependencies, and runs `run.py smoke` with it.
 
 The template's hook calls run_first_test() and removes this folder from the new project. python_search.py finds the
-Python, `run.py smoke` does the testing, and processes.py ends whatever was started. This file decides and prints the
-result: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. It runs in cookiecutter's Python, 3.10 or newer, without any
-library.
+Python, `run.py smoke` does the testing, and processes.py ends the processes of the test. This file decides and prints
+the result: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. It runs in cookiecutter's Python, 3.10 or newer, without
+any library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAUNCHER_VARIABLE = re.compile(r"(\w*_)?(RANK|WORLD_SIZE)$|(MASTER|TORCHELASTIC|
 
 
 def run_first_test(project: Path, mode: str) -> str:
-    """Tests the project as the answer `smoke_test` says. Returns the state that it printed."""
+    """Test the project. mode: the answer to the question `smoke_test`. Return the result, which is also printed."""
     if mode == "skip" or os.environ.get("DDP_TEMPLATE_SMOKE") == "0":
         return print_result("SKIPPED", "as you asked; `python run.py smoke` runs it")
     for number in STOP_SIGNALS:  # closing the terminal ends the test as Ctrl-C does
@@ -40,7 +40,7 @@ def run_first_test(project: Path, mode: str) -> str:
 
 
 def print_result(state: str, reason: str) -> str:
-    """Prints and returns the state."""
+    """Print the state with its reason. Return the state."""
     print(f"smoke test: {state} ({reason})", flush=True)
     return state
 
@@ -62,7 +62,7 @@ def find_python_and_test(project: Path, mode: str) -> str:
 
 
 def test(project: Path, python: str) -> str:
-    """Runs `run.py smoke` and returns PASSED only if it printed that word and ended with exit code 0."""
+    """Run `run.py smoke`. Return PASSED only if the command printed that word and ended with exit code 0."""
     seconds = time_limit()
     environment = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLE.match(key)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -97,14 +97,14 @@ def time_limit() -> float:
 
 
 def excerpt(log: str) -> list[str]:
-    """Up to 30 lines of the log from its first traceback on, or its last 15 lines."""
+    """Return up to 30 lines of the log from its first traceback on. If there is none, return the last 15 lines."""
     lines = log.splitlines()
     first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
     return lines[-15:] if first is None else lines[first : first + 30]
 
 
 def install(project: Path, python: str) -> tuple[str, str]:
-    """Makes .venv and installs the project there. Returns its Python and the problem, or an empty text."""
+    """Make .venv and install the project there. Return the new Python, and the problem or an empty text."""
     new_python = str(project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
     pip = [new_python, "-m", "pip", "install", "-c", "constraints.txt"]
     print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)

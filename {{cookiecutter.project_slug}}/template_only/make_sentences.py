@@ -1,4 +1,4 @@
-"""Writes sentences.json of the text example: short sentences in three languages on four topics, from patterns.
+"""Writes sentences.json of the text example: short sentences on four topics in three languages, made from patterns.
 
 python template_only/make_sentences.py examples/text/sentences.json
 
@@ -118,7 +118,7 @@ PATTERNS = {
 
 
 def make_sentences(num_sentences: int) -> list[tuple[str, str]]:
-    """Different sentences in random order, each with its topic; every topic has the same number of sentences."""
+    """Return different sentences in random order, each with its topic. All topics have the same number of sentences."""
     generator = random.Random(0)
     rows: dict[str, str] = {}
     topics = list(PATTERNS)
@@ -134,7 +134,7 @@ def make_sentences(num_sentences: int) -> list[tuple[str, str]]:
 
 
 def as_json(sentences: list[tuple[str, str]]) -> str:
-    """A JSON list with one row per line, so that an error message about a row can name its line."""
+    """Return a JSON list with one row per line, so that an error message about a row can name its line."""
     lines = [json.dumps(row, ensure_ascii=False) for row in sentences]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 

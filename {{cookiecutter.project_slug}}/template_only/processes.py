@@ -20,7 +20,7 @@ def run(
     seconds: float | None = None,
     held_back: tuple[str, ...] = (),
 ) -> tuple[int | None, str]:
-    """Runs the command. Returns its exit code, or None if it ran out of time, and its output.
+    """Run the command. Return its exit code, or None if it ran out of time, and its output.
 
     The output is printed line by line, except lines that begin with one of `held_back`. After `seconds`, or on Ctrl-C,
     the command and every process that it started are killed.
@@ -57,7 +57,7 @@ def run(
 
 
 def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Starts the command in a new session, so that Ctrl-C reaches only this process, which then ends the command."""
+    """Start the command in a new session, so that Ctrl-C reaches only this process, which then ends the command."""
     return subprocess.Popen(
         command,
         env=dict(environment),
@@ -71,7 +71,7 @@ def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
-    """Ends a command and every process that it started: SIGTERM first, SIGKILL after 5 seconds."""
+    """End a command and every process that it started: by SIGTERM, and after 5 seconds by SIGKILL."""
     if os.name == "nt":
         subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], check=False)
         return
@@ -89,7 +89,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The pids of a process and of every process below it, including those in other sessions."""
+    """Return the pids of a process and of all its descendants, including those in other sessions."""
     if Path("/proc/self/stat").exists():
         stats = []
         for path in Path("/proc").glob("[0-9]*/stat"):

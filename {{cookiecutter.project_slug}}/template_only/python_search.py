@@ -1,4 +1,4 @@
-"""Finds a Python that can run the new project: looks in the usual places and asks each Python for its libraries.
+"""Finds a Python that can run the new project: looks in the usual places and asks each Python which libraries it has.
 
 Cookiecutter's own Python seldom has torch, because pipx and uvx isolate it. So the user's Python must be found.
 """
@@ -31,7 +31,7 @@ print(json.dumps([list(sys.version_info[:3]), found]))
 
 
 def candidate_pythons(environment: Mapping[str, str]) -> list[str]:
-    """The paths of Pythons that may have the dependencies, the likeliest first, each once."""
+    """Return the paths of Pythons that may have the dependencies, the likeliest first, without duplicates."""
     paths: list[str | None] = []
     if named := environment.get("DDP_TEMPLATE_PYTHON"):
         # The hook runs in the new folder, but a relative path was typed in another one.
@@ -48,14 +48,14 @@ def candidate_pythons(environment: Mapping[str, str]) -> list[str]:
 
 
 def read_requirements(pyproject: str) -> dict[str, str]:
-    """{library: lowest version} for the dependencies of the project."""
+    """Return {library: lowest version} for the project's dependencies. pyproject: the text of pyproject.toml."""
     block = re.search(r"^dependencies = \[\n(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
     assert block, "pyproject.toml lists no dependencies"
     return dict(re.findall(r'"([\w.-]+)>=([\d.]+)"', block[1]))
 
 
 def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """The first Python that can run the project, and one note for each Python before it: why it cannot."""
+    """Return the first Python that can run the project, or None, and notes: why each earlier Python cannot run it."""
     notes = []
     for python in candidates:
         try:  # reads versions without importing torch, which would take a second or two

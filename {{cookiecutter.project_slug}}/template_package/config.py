@@ -202,7 +202,7 @@ _adapter = TypeAdapter(Config)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked defaults, changed by the YAML file, then by `key=value` arguments. Raises ConfigError."""
+    """Return the checked Config: the defaults, changed by the YAML file, then by `key=value`. Raises ConfigError."""
     return build_config(read_settings(path, overrides))
 
 

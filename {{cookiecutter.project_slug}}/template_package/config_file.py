@@ -19,7 +19,7 @@ def other_words() -> dict[str, dict[str, str]]:
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
-    """List the modules in a folder of this package, without `besides`. Adding or deleting a file changes the list."""
+    """List the modules in a folder of this package except `besides`. A user may add a file there, or delete one."""
     paths = (Path(__file__).parent / folder).glob("[a-z]*")
     return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
 

@@ -1,8 +1,8 @@
 """YOURS: the data. Here, the 1,797 handwritten digits that come with scikit-learn.
 
-Put your own in by rewriting this file: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
-model.py; `run.py predict` uses `read_inputs`. Optional attributes of a data set, one number a sample: `sample_lengths`
-(samples of similar length share a batch), `sample_weights` (an epoch draws in proportion to them).
+Rewrite this file for your own data: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
+model.py; `run.py predict` uses `read_inputs`. Optional attributes of a data set, one number per sample:
+`sample_lengths` (samples of similar length share a batch), `sample_weights` (an epoch draws in proportion to them).
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 
 class ConfigError(ValueError):
-    """Reports a mistake of the user in one line: key, value, rule, remedy. Ends the command with exit code 2."""
+    """Reports a user's mistake in one line: key, value, rule, remedy. Ends the command with exit code 2."""
 
     exit_code = 2
 
@@ -20,7 +20,7 @@ class StopRun(SystemExit):
 
 
 def one_line(value: object) -> str:
-    """Return the value as config.yaml writes it, on one line of at most 80 characters."""
+    """Return the value as YAML (null, true, [0, 2]), on one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = f"[{', '.join(map(one_line, value[:20]))}]" if isinstance(value, list) else str(value)

@@ -13,7 +13,7 @@ RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another fo
 
 
 def run_directory(name: str) -> Path:
-    """Return runs/<name>, in the folder where the command is typed."""
+    """Return runs/<name> in the current working directory."""
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 
@@ -24,7 +24,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, sync it, rename it to `path`. Raises FailureError if that fails."""
+    """Let `write` fill a file next to `path`, then sync it and rename it to `path`. FailureError if that fails."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

@@ -1,6 +1,6 @@
 """YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
 
-Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
 `training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
 `after_step` and `complete_config`.
@@ -25,7 +25,7 @@ class ModelConfig:
 
     num_classes: Annotated[int, Field(ge=NUM_CLASSES)] = NUM_CLASSES
     channels: Annotated[int, Field(multiple_of=4, gt=0)] = 32
-    """Feature maps of the first half; the second half has twice as many. A multiple of 4, for GroupNorm."""
+    """Feature maps in the first two convolutions; the third has twice as many. A multiple of 4, for GroupNorm."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
@@ -68,7 +68,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports beside the loss. `evaluation.metric` in config.yaml picks one."""
+    """Build the metrics that evaluation reports with the loss. `evaluation.metric` in config.yaml picks one."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy
 

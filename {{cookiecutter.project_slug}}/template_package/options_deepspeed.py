@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 
 def _typed(value: Any) -> Any:
-    """Convert text in nested dicts and lists as JSON does: DeepSpeed's users write its settings in JSON (true, 5e8)."""
+    """Parse the texts in nested dicts and lists as JSON (true, 5e8), in which DeepSpeed's users write settings."""
     if isinstance(value, dict):
         return {key: _typed(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""The training loop: fit, train_step, evaluate, save, resume. A file to edit, like model.py and dataset.py.
+"""The training loop: fit, train_step, evaluate, save, resume. You may edit it, like model.py and dataset.py.
 
-data/loader.py decides which samples a rank sees; strategies/ holds what differs between strategies.
+data/loader.py decides which samples a rank sees; strategies/ has a file for each strategy.
 training/ has a file for each intricate guarantee (stopping together, equal replicas, exact resume).
 """
 
@@ -75,7 +75,7 @@ class Trainer:
         """Resume the run and train it to its end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
-            if self.is_complete and from_main((self.directory / "summary.json").exists):  # a kill may have prevented it
+            if self.is_complete and from_main((self.directory / "summary.json").exists):  # not if killed before it
                 ended_by = "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
                 ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
                 message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
@@ -131,8 +131,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss (and
-        of training_metrics() if is_logged; the means over ranks are the global batch's), and the unclipped norm.
+        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
+        is_logged, of training_metrics(); their mean over ranks is the global batch's. Return the gradient norm, too.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -211,7 +211,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Load this or another run's checkpoint, if any, after calling on_epoch_begin(), which may unfreeze weights."""
+        """Call on_epoch_begin(), which may unfreeze weights. Then load this or another run's checkpoint, if any."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
@@ -225,7 +225,7 @@ class Trainer:
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() once for each epoch up to this one. Return True if a requires_grad changed."""
+        """Call on_epoch_begin() once for each epoch up to this one. Return True if it froze or unfroze a parameter."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
@@ -234,7 +234,7 @@ class Trainer:
         return is_changed
 
     def finish(self) -> None:
-        """Save the last step, end the loader's workers and the tracker, and write summary.json and the best weights."""
+        """Save again, with the last evaluation's result. Close loader and tracker, write summary.json and weights."""
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
             self.save()

@@ -1,4 +1,4 @@
-"""A copy of the project with the tests' own model and data, on which the tests type the commands that a user types."""
+"""Fixtures: a copy of the project with the tests' own model and data, in which tests run commands as users do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 120.0
 # torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-# All that the tests rely on: the defaults in code may be changed.
+# Every setting that the tests rely on. The defaults in code may be changed.
 SETTINGS = """
 name: run
 seed: 42
@@ -49,13 +49,14 @@ def clean_environment() -> dict[str, str]:
 
 
 def heed_ctrl_c() -> None:
-    """Restore Ctrl-C (SIGINT), which a shell's background jobs, and all that they start, ignore."""
+    """Restore Ctrl-C (SIGINT): a shell's background jobs, and every process that they start, ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Session:
-    """A process that runs commands one after the other (workload/session.py). What they start is real,
-    except that all share one fork server, whose imports take most of the time of a start.
+    """A process that runs commands one after the other (workload/session.py).
+
+    The commands start real ranks. All commands share one fork server, because its imports take most of a start's time.
     """
 
     def __init__(self, folder: Path, output: Path) -> None:
@@ -63,7 +64,7 @@ class Session:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
-        """Exit code (None if the command did not end in time) and output."""
+        """Run a command. Return its exit code, or None if it did not end in time, and its output."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
@@ -83,7 +84,7 @@ class Session:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process, if there is none; `run` does that by itself."""
+        """Start the process if it is not running. `run` calls this by itself."""
         if self._process is not None:
             return
         receiver, sender = os.pipe()
@@ -104,7 +105,7 @@ class Session:
         self._replies = os.fdopen(receiver)
 
     def close(self) -> None:
-        """End the process; its ranks, if there are any, end with it."""
+        """End the process. Its ranks, if it has any, end with it."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -113,7 +114,7 @@ class Session:
 
 
 def children(pid: int) -> list[int]:
-    """The living processes that this one has started."""
+    """Return the ids of the running processes that process `pid` has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -127,13 +128,13 @@ def children(pid: int) -> list[int]:
 
 @dataclass
 class Project:
-    """A generated project in a folder of its own."""
+    """A copy of the project in its own folder."""
 
     folder: Path
     session: Session
 
     def start(self, *words: str, command: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-        """Start `python run.py …` as a user does (or another command in front of run.py)."""
+        """Start `python run.py …` as a user does. command: takes the place of `python`."""
         return subprocess.Popen(
             [*(command or [sys.executable]), "run.py", *words],
             cwd=self.folder,
@@ -148,7 +149,7 @@ class Project:
         )
 
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
-        """The output of the command, which must end with exit code `code`. Without `command` it runs in the session."""
+        """Return the output of a command, which must end with exit code `code`. Without `command`, use the session."""
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))
         else:
@@ -163,7 +164,7 @@ class Project:
         return printed
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
-        """Train under several names, one after the other in the same ranks."""
+        """Train several runs, {name: arguments}, one after the other in the same ranks."""
         self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="session")
 
     def edit(self, file: str, old: str, new: str) -> None:
@@ -181,11 +182,11 @@ class Project:
         self.edit(file, text, f"{text}\n\n{code}\n")
 
     def directory(self, name: str) -> Path:
-        """runs/<name>"""
+        """Return the run's folder, runs/<name>."""
         return self.folder / "runs" / name
 
     def lines(self, name: str, split: str = "train") -> list[dict[str, Any]]:
-        """metrics.jsonl of one split, without what depends on the machine's speed."""
+        """Return the lines of metrics.jsonl for one split, without samples_per_second, which differs each time."""
         text = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines()]
         return [
@@ -200,7 +201,7 @@ class Project:
         return content
 
     def checkpoint(self, name: str, step: int) -> dict[str, Any]:
-        """A checkpoint of the run."""
+        """Load the run's checkpoint of this step."""
         import torch
 
         path = self.directory(name) / "checkpoints" / f"step_{step:08d}.pt"
@@ -218,7 +219,7 @@ class Project:
 
 
 def copy_project(folder: Path, workload: Path = WORKLOAD) -> Path:
-    """run.py and the package in `folder`, with the model and data of `workload`."""
+    """Copy run.py and the package to `folder`, with model.py and dataset.py of `workload`. Return the folder."""
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (ROOT / "run.py", *WORKLOAD.glob("*.py"), *workload.glob("*.py")):
         shutil.copy(path, folder / PACKAGE if path.name in ("model.py", "dataset.py") else folder)
@@ -240,9 +241,9 @@ def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def project(template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
-    """A project of the test's own; its path has a space and is not ASCII.
+    """Make a project for one test. Its path has a space and is not ASCII.
 
-    A folder `faults` beside the test has another model.py and dataset.py.
+    If there is a folder `faults` next to the test's file, model.py and dataset.py are copied from there.
     """
     folder = tmp_path / "my 実験"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -252,7 +253,7 @@ def project(template_project: Path, session: Session, tmp_path: Path, request: p
 
 
 def write_config(folder: Path, **sections: Any) -> None:
-    """Add to the project's config.yaml."""
+    """Add these sections to the project's config.yaml, or replace them."""
     path = folder / "config.yaml"
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump(content | sections, allow_unicode=True), encoding="utf-8")

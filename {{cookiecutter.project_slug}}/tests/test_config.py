@@ -1,4 +1,4 @@
-"""config.yaml and the command line: what is read, what is refused, and that each refusal is a line that helps."""
+"""Tests of config.yaml and the command line: values are read or refused, and each refusal is one line with a remedy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with your own sections of config.yaml and no tracker; the rest is left to the defaults in code."""
+    """Write a config file with your own sections of config.yaml and no tracker. Other keys keep their defaults."""
     file, written = tmp_path / "設定.yaml", yaml.safe_load(CONFIG_YAML.read_text(encoding="utf-8"))
     own = {name: written[name] for name in OWN_SECTIONS if written.get(name)}
     file.write_text(yaml.safe_dump({**own, "logging": {"tracker": "none"}}), encoding="utf-8")
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def refuse(path: Path) -> Refuse:
     def refuse(*overrides: str) -> str:
-        """The message of the error that these command-line words raise; it must be one line."""
+        """Return the message of the error that these arguments raise. It must be one line."""
         with pytest.raises(ConfigError) as refusal:
             load_config(path, overrides)
         assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500

@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Splits that overlap, or augmentation that cannot be repeated, spoil results silently."""
+"""YOURS: tests of dataset.py. Overlapping splits, or unrepeatable augmentation, would spoil results silently."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests which rank gets which samples; one process makes the requests of all ranks."""
+"""Tests of the loader: which rank gets which samples. One process reads the samples of all ranks in turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Squares(Dataset[Any]):
-    """Sample i is (i, a random number). The number must depend on the epoch and i alone, however it is read."""
+    """Sample i is (i, a random number). The number must depend on epoch and i alone, not on the rank or worker."""
 
     def __len__(self) -> int:
         return 23
@@ -57,7 +57,7 @@ def train_loader(
 
 
 def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:
-    """The micro-batches of the first steps of a rank."""
+    """Return one list of micro-batches for each of a rank's `num_steps` steps, beginning at `position`."""
     loader = train_loader(rank=rank, world_size=world_size, **options)
     loader.start(0, position)
     taken = [[micro for micro, _ in loader.next_step(nn.Identity())] for _ in range(num_steps)]
@@ -66,13 +66,13 @@ def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **op
 
 
 def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
-    """The micro-batches that a rank evaluates."""
+    """Return the micro-batches that a rank evaluates."""
     loader = EvaluationLoader(dataset, LoaderConfig(), RankContext(rank=rank, world_size=world_size), "validation")
     return list(loader.read(micro_batch_size))
 
 
 def indices_of(batches: list[MicroBatch]) -> list[int]:
-    """The indices of the samples, without micro-batches that only fill up (num_samples is 0)."""
+    """Return the indices of the samples, without those of filler micro-batches, whose num_samples is 0."""
     return [i for micro in batches if micro.request.num_samples for i in micro.request.indices]
 
 
@@ -138,7 +138,7 @@ def test_whole_batches_are_fetched_in_one_call() -> None:
 
 
 class Sized(Batches):
-    """Samples of different lengths, few of which are long."""
+    """Samples of different lengths. Only a few are long."""
 
     def __init__(self, num_samples: int) -> None:
         self.sample_lengths = [1 + (7 * i % num_samples) ** 3 // num_samples**2 for i in range(num_samples)]
@@ -148,7 +148,7 @@ class Sized(Batches):
 
 
 def padded(batches: list[list[int]], lengths: list[int]) -> float:
-    """The number of places in the padded batches, divided by the number of filled places."""
+    """Return the size of the padded batches, divided by the sum of their samples' lengths."""
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     return padded / sum(lengths[i] for batch in batches for i in batch)
 
@@ -259,7 +259,7 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
 
 
 class Rare(Dataset[Tensor]):
-    """Item 20 draws from Python's and NumPy's generators, every item from torch's."""
+    """Every item draws from torch's random generator. Item 20 also draws from Python's and NumPy's."""
 
     def __len__(self) -> int:
         return 40
@@ -285,7 +285,7 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
 
 
 def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
-    """Draw one normal number a step: a generator makes two at once and keeps the second for its next draw."""
+    """Draw one normal number per step. A generator makes two at once, so reading must preserve the second, too."""
 
     def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:
         random.seed(1)

@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. They check what any model that trains on several devices must do: adapt the batch."""
+"""YOURS: tests of model.py. A model that trains on several devices should pass them. Adapt the batch to your model."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Micro-batches and devices rely on this. BatchNorm, and a loss that is no mean over samples, would fail."""
+    """Micro-batches and multi-device training need this. BatchNorm fails, and a loss must be a mean over samples."""
     model, batch = make_model(), make_batch(20)
     parameters = list(model.parameters())
     whole = torch.autograd.grad(compute_loss(model, batch)[0], parameters)

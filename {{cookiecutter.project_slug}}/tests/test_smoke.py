@@ -1,4 +1,4 @@
-"""The smoke test passes on a project that works and fails on one that does not resume."""
+"""Tests that the smoke test passes in a working project, and fails in a project whose runs do not resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on several ranks equals one process on the whole batch, whatever the number of ranks and micro-batches."""
+"""Tests that training with any number of ranks and micro-batches equals one process that takes the whole batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from template_package.data.loader import epoch_order
 from conftest import Project
 
 DOUBLE = ["model.dtype=float64", "data.dtype=float64"]
-# What 14 steps of AdamW make of sums in another order. A wrong weight, order or clipping is off by more than 1e-3.
+# 14 steps of AdamW amplify the rounding of reordered sums to this. A wrong weight, order or clipping exceeds 1e-3.
 TOLERANCES = {"float64": 1e-10, "float32": 2e-4}
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, MAX_NORM = 103, 16, 2, 0.8
 
@@ -24,7 +24,7 @@ NUM_SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, MAX_NORM = 103, 16, 2, 0.8
 def reference_run(
     dtype: str, *, is_weighted: bool = False, global_batch_size: int = GLOBAL_BATCH_SIZE
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights of a plain loop over global batches. Only the sample order is the package's."""
+    """Return losses and final weights of a plain loop over global batches. The package gives only the sample order."""
     torch.manual_seed(42)
     lengths: dict[str, Any] = {"min_length": 0, "max_length": 9} if is_weighted else {}
     data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Random numbers with random noise: enough for a resumed run to differ if anything is lost."""
+"""Random numbers with new noise at each read, so that a resumed run differs if any random state is lost."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A model that writes down what rank 0 is about to do: one letter in the file `phase`."""
+"""A model that writes rank 0's next phase into the file `phase`: s (step), e (evaluation) or w (save)."""
 
 import os
 import time
@@ -48,4 +48,4 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Any) -> None:
-    """There are none."""
+    """Do nothing, since this model has no metrics."""

@@ -1,6 +1,7 @@
-"""YOURS: the data. Here, image files in folders, one folder for each class. Name yours in config.yaml (`data.folder`).
+"""YOURS: the data. Here, image files, one folder for each class. Set `data.folder` in config.yaml to your own folder.
 
-The trainer uses `DataConfig` and `build_datasets`, `run.py predict` uses `read_inputs`, and model.py gets each batch.
+Or rewrite this file for other data: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
+model.py; `run.py predict` uses `read_inputs`.
 """
 
 import hashlib
@@ -27,10 +28,10 @@ MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).v
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. What a rule here refuses is one line, before anything starts."""
+    """The keys of config.yaml under `data:`. A value that breaks a rule is refused with a one-line error."""
 
     folder: str = field(default=DIGITS, metadata={"decisive": False})
-    class_names: list[str] = field(default_factory=list)  # filled in; the run keeps them, so none is numbered anew
+    class_names: list[str] = field(default_factory=list)  # complete_config() fills this in; a run keeps its class ids
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     class_weights: Literal["none", "balanced"] = "none"
     check_files: bool = field(default=True, metadata={"decisive": False})
@@ -41,12 +42,12 @@ class DataConfig:
 
 class Batch(NamedTuple):
     inputs: Tensor  # (B, 3, image_size, image_size) float32, about 0 on average
-    targets: Tensor  # (B,) int64, the class's place in data.class_names
+    targets: Tensor  # (B,) int64, the class id: an index into data.class_names
     weights: Tensor  # (B,) float32, how much the sample counts in the loss
 
 
 class Images(Dataset[Batch]):
-    """Image files, each with the number of its class; `weights` are those of the classes."""
+    """Reads image files. samples: (path, class id) pairs. weights: (num_classes,) float32, the weight of each class."""
 
     def __init__(self, samples: list[tuple[str, int]], weights: Tensor, config: DataConfig, is_training: bool = False):
         self.samples, self.weights, self.config, self.is_training = samples, weights, config, is_training
@@ -78,7 +79,7 @@ class Images(Dataset[Batch]):
 
 
 def check_files(paths: list[str]) -> None:
-    """ConfigError with the files that cannot be used, as far as their first bytes (of a PNG, all) show."""
+    """Raise ConfigError if an image is broken or has more than 8 bits per channel. Only a PNG is read to its end."""
     problems = []
     for path in paths:
         try:
@@ -93,7 +94,7 @@ def check_files(paths: list[str]) -> None:
 
 
 def build_datasets(config: DataConfig) -> tuple[Images, ...]:
-    """The training, the validation and, if there are images of it, the test set: the same in every run."""
+    """Return the training set, the validation set and, if there are test images, a test set: the same in every run."""
     if config.folder == DIGITS and not (ROOT / DIGITS).exists():
         write_digits(ROOT / DIGITS)
     splits, samples = find_splits(config), {"train": list[tuple[str, int]](), "validation": [], "test": []}
@@ -117,7 +118,7 @@ def build_datasets(config: DataConfig) -> tuple[Images, ...]:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Images, list[str]]:
-    """The images that `run.py predict SOURCE` looks at, one file or all in a folder, and a name for each."""
+    """Return the images for `run.py predict SOURCE`, and a name for each. source: an image file or a folder of them."""
     path = Path(source)
     folder, names = (path, list_images(path)) if path.is_dir() else (path.parent, [path.name])
     if not names:
@@ -126,7 +127,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Images, list[str]]:
 
 
 def find_splits(config: DataConfig) -> dict[str, list[Path]]:
-    """{split: its class folders}: those in train, validation (or val) and test; or all in data.folder, as "train"."""
+    """Return {split: class folders} for train, validation (or val) and test; without train/, data.folder is "train"."""
     folder = ROOT / config.folder
     if config.folder == DIGITS and not folder.exists():  # build_datasets() makes it
         return {"train": [folder / digit for digit in "0123456789"]}
@@ -138,7 +139,7 @@ def find_splits(config: DataConfig) -> dict[str, list[Path]]:
 
 
 def list_images(folder: Path) -> list[str]:
-    """The image files in the folder and below, as paths from there, sorted; hidden ones are left out."""
+    """Return the sorted paths, relative to `folder`, of the images in it and its subfolders, without hidden files."""
     return sorted(path for path in iglob("**", root_dir=folder, recursive=True) if path.lower().endswith(SUFFIXES))
 
 

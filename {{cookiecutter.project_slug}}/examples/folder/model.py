@@ -1,6 +1,6 @@
-"""YOURS: the model and its loss. Here, a small residual network, or one of torchvision or timm with its weights.
+"""YOURS: the model and its loss. Here, a small residual network, or a pretrained model of torchvision or timm.
 
-Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the optional functions.
 """
 
@@ -24,7 +24,7 @@ class ModelConfig:
     channels: Annotated[int, Field(multiple_of=8, gt=0)] = 32  # 8 groups of GroupNorm
     num_blocks: list[Annotated[int, Field(ge=1)]] = field(default_factory=lambda: [1, 1, 1])
     stem_stride: Annotated[int, Field(ge=1, le=8)] = 1
-    class_names: list[str] = field(default_factory=list)  # filled in; a checkpoint is not used with other classes
+    class_names: list[str] = field(default_factory=list)  # filled in below; a checkpoint with other classes is refused
 
     def __post_init__(self) -> None:
         library = (self.pretrained or "").partition(":")[0]
@@ -34,14 +34,14 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in the names of the classes, when the config is read: those of the folders, sorted."""
+    """Fill in the names of the classes: the sorted names of their folders. Called when the config is read."""
     if not data.class_names:
         data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
     model.class_names = data.class_names
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The network: (B, 3, image_size, image_size) images -> (B, num_classes) logits."""
+    """Build the network: (B, 3, image_size, image_size) images -> (B, num_classes) logits."""
     num_classes, (library, _, name) = len(config.class_names), (config.pretrained or "").partition(":")
     if library == "timm":
         network: nn.Module = import_module(library).create_model(name, pretrained=True, num_classes=num_classes)
@@ -62,7 +62,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """(B, num_inputs, H, W) -> (B, width, H / stride, W / stride): two convolutions beside a shortcut."""
+    """Adds two convolutions to a shortcut: (B, num_inputs, H, W) -> (B, width, H / stride, W / stride)."""
 
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -79,25 +79,25 @@ def convolution(num_inputs: int, width: int, size: int, stride: int) -> nn.Modul
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of one micro-batch, a mean weighted by class, and the (B, num_classes) logits."""
+    """Return the cross-entropy of one micro-batch, a mean weighted by class, and the (B, num_classes) logits."""
     logits = model(batch.inputs)  # once, and no part of the model: under DDP this call averages the gradients
     losses = F.cross_entropy(logits, batch.targets, reduction="none")
     return (losses * batch.weights).sum() / batch.weights.sum(), logits
 
 
 def loss_weight(batch: Batch) -> Tensor:
-    """The number that compute_loss divides by, so that class weights count the same on any number of ranks."""
+    """Return the sum by which compute_loss divides. With it, class weights count the same on any number of ranks."""
     return batch.weights.sum()
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The columns that `run.py predict` writes, (B,) each. A `label` is shown by its name."""
+    """Return the columns that `run.py predict` writes, by name: (B,) each. A `label` is written as its class name."""
     probabilities, labels = model(batch.inputs).float().softmax(1).max(1)
     return {"label": labels, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> Any:
-    """The metrics that evaluation reports beside the loss; a confusion_matrix becomes a report of each class."""
+    """Build the metrics that evaluation reports with the loss. The confusion_matrix is written to reports/."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
@@ -107,5 +107,5 @@ def build_metrics(config: ModelConfig) -> Any:
 
 
 def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
-    """Count one evaluated micro-batch; the trainer adds the counts of all ranks."""
+    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the metrics of all ranks."""
     metrics.update(outputs, batch.targets)

@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Splits that overlap, or classes that are numbered anew, spoil results silently."""
+"""YOURS: tests of dataset.py. Overlapping splits, or class ids that change, would spoil results silently."""
 
 from pathlib import Path
 

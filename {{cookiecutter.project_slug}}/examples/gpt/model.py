@@ -1,7 +1,7 @@
 """YOURS: the model and its loss. Here, a small GPT (Radford et al. 2019), which learns to continue a text.
 
-Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the functions that may be here besides.
+Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the optional functions.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Speed:
-    """Counts the tokens that this rank has trained on since a moment; None: the end of the next step."""
+    """Counts the tokens on which this rank has trained since time `since`. None: the end of the next step sets it."""
 
     num_tokens: int = 0
     since: float | None = None
@@ -44,9 +44,9 @@ class ModelConfig:
     hidden_size: Annotated[int, Field(ge=1)] = 128
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     vocabulary_size: Annotated[int, Field(ge=0)] = 0
-    """0: 256 for bytes, 50304 for a .bin file (GPT-2's 50257, rounded up for speed)."""
+    """0 means 256 for a text (a token is a byte), and 50304 for a .bin file (GPT-2's 50257, rounded up for speed)."""
     block_size: Annotated[int, Field(ge=0)] = 0
-    """0: data.block_size."""
+    """0 means data.block_size."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
@@ -54,13 +54,13 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in what the model's section takes over from the data's."""
+    """Set the keys of `model` that are 0 to values from `data`. Called when the config is read."""
     model.vocabulary_size = model.vocabulary_size or (50304 if data.train_file.endswith(".bin") else 256)
     model.block_size = model.block_size or data.block_size
 
 
 class Block(nn.Module):
-    """Attention to this and earlier positions, then a network for each; both add to what comes in, (B, T, size)."""
+    """A transformer block, (B, T, size) -> (B, T, size): causal attention, then an MLP, each added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(B, T) tokens -> (B, T, vocabulary_size) logits of the token after each; T is at most block_size."""
+    """Maps (B, T) tokens to (B, T, vocabulary_size) logits of the token after each input. T is at most block_size."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # fsdp shards them one by one
         self.norm = nn.LayerNorm(size, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:  # what adds to `hidden` begins smaller, the more layers there are
+            if weight.ndim > 1:  # weights that add to `hidden` begin smaller, the more layers there are
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02)
         # Forward, backward and attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
         num_weights = sum(weight.numel() for weight in self.parameters()) - self.positions.weight.numel()
@@ -108,14 +108,14 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of one micro-batch's tokens, in nats, and the (B, T, vocabulary_size) logits."""
+    """Return the mean cross-entropy of one micro-batch's tokens, in nats, and the (B, T, vocabulary_size) logits."""
     logits = model(batch.inputs)  # `model(...)` itself, and once: under DDP gradients are averaged through that call
     speed.num_tokens += batch.inputs.numel()
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()), logits
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """The metrics of evaluation beside the loss: none, so update_metrics has nothing to do."""
+    """Return no metrics: evaluation reports the loss alone, so update_metrics has nothing to do."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
 
     return MetricCollection({})
@@ -126,8 +126,9 @@ def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -
 
 @torch.no_grad()
 def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
-    """The continuations of prompts (B, L), of which the first `lengths` tokens count. The random numbers follow from
-    the prompt, so a text depends neither on its neighbours in the batch nor on the ranks.
+    """Return a continuation of each prompt. tokens: (B, L), padded; lengths: (B,), the number of tokens per prompt.
+
+    A prompt seeds its own random numbers, so its continuation does not depend on the rest of the batch or on the ranks.
     """
     size: Any = model.block_size
     generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
@@ -145,19 +146,19 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
 
 
 def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """The column that `run.py predict` writes, by name."""
+    """Return the column that `run.py predict` writes, by name: one text for each prompt."""
     return {"continuation": generate(model, *batch)}
 
 
 def on_evaluation_end(model: nn.Module, log: Any) -> None:
-    """Write a text that the model makes up to runs/<name>/media/ and to the tracker."""
+    """Generate a sample text, and write it to runs/<name>/media/ and to the tracker."""
     prompt = torch.tensor([encode("\n")], device=next(model.parameters()).device)
     log.text("sample", generate(model, prompt, torch.ones_like(prompt[:, 0]))[0])
     speed.since = None
 
 
 def after_step(model: Any, step: int, log: Any) -> None:
-    """Every 50 steps, write to the log how many tokens a second a device takes, and MFU: the part of its peak."""
+    """Every 50 steps, log each device's tokens per second and, for GPUs in PEAK_FLOPS, MFU: the part of the peak."""
     now = time.perf_counter()
     if speed.since is not None and step % 50 == 0:
         rate = speed.num_tokens / (now - speed.since)

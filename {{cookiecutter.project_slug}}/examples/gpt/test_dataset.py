@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Targets that the model can see, or splits that overlap, spoil results silently."""
+"""YOURS: tests of dataset.py. Overlapping splits, or targets that the model can see, would spoil results silently."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. They check what any language model that trains on several devices must do."""
+"""YOURS: tests of model.py. A language model that trains on several devices should pass them."""
 
 import torch
 

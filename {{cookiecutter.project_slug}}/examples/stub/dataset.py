@@ -1,8 +1,8 @@
-"""YOURS: the data. Here, made-up samples of two inputs and one number to predict: the smallest thing to overwrite.
+"""YOURS: the data. Here, made-up samples, each with two inputs and a number to predict: a small file to overwrite.
 
-Replace what is marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and hands each batch to model.py.
-A data set may have `sample_lengths` and `sample_weights`, one number a sample, and this file `collate` and
-`read_inputs`, which `predict` needs: README.md says what they do.
+Replace everything marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and hands each batch to model.py.
+README.md explains the optional parts: the functions `collate` and `read_inputs` (which `run.py predict` needs), and the
+attributes `sample_lengths` and `sample_weights` of a data set, one number per sample.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class DataConfig:
 
     num_samples: Annotated[int, Field(ge=2)] = 2000
     noise: Annotated[float, Field(ge=0)] = 0.1
-    """Standard deviation of what no model can predict: the lowest loss is its square."""
+    """Standard deviation of the targets' random part. No model can predict it, so its square is the lowest loss."""
 
 
 class Batch(NamedTuple):
-    """REPLACE. What model.py gets: any tuple or dict of tensors, the first dimension counting samples."""
+    """REPLACE. A batch for model.py: any tuple or dict of tensors whose first dimension counts the samples."""
 
     first: Tensor
     """(B, 8) float32."""
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Samples(Dataset[Batch]):
-    """REPLACE. Tensors in memory. A data set needs `__len__` and `__getitem__`; it may read files instead."""
+    """REPLACE. A data set of tensors in memory. Yours may read files instead; it needs `__len__` and `__getitem__`."""
 
     def __init__(self, samples: Batch) -> None:
         self.samples = samples
@@ -48,16 +48,16 @@ class Samples(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         return Batch(*(field[index] for field in self.samples))
 
-    # Optional and fast: the whole batch by one index, where stacking single items would take longer than the training.
-    # DELETE it if you read files (worker processes then do it) or augment at random: before each __getitem__, and only
-    # there, the loader seeds torch, numpy and random from (seed, epoch, index).
+    # Optional and fast: reads a whole batch by one index. Stacking single items would take longer than the training.
+    # DELETE it if you read files (worker processes then read them) or augment at random: the loader seeds torch, numpy
+    # and random from (seed, epoch, index) before each __getitem__, and only there.
     def __getitems__(self, indices: list[int]) -> Batch:
         rows = torch.as_tensor(indices)
         return Batch(*(field[rows] for field in self.samples))
 
 
 def build_datasets(config: DataConfig) -> tuple[Samples, Samples]:
-    """REPLACE. The training and the validation set; return a third one to have a test set (evaluation.split=test)."""
+    """REPLACE. Return the training set, the validation set and, if you want one, a test set (evaluation.split=test)."""
     generator = torch.Generator().manual_seed(0)  # not the run's seed: runs with different seeds see the same data
     first, second = (torch.randn(config.num_samples, width, generator=generator) for width in NUM_FEATURES)
     noise = config.noise * torch.randn(config.num_samples, generator=generator)

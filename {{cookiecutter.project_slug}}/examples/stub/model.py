@@ -1,6 +1,6 @@
-"""YOURS: the model and its loss. Here, a regression on two inputs: the smallest thing to overwrite.
+"""YOURS: the model and its loss. Here, a regression on two inputs: a small file to overwrite.
 
-Replace what is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
+Replace everything marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
 `update_metrics`. Optional functions, which README.md explains: `predict`, `loss_weight`, `training_metrics`,
 `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`, `after_step` and
 `complete_config`.
@@ -28,7 +28,7 @@ class ModelConfig:
 
 
 class TwoInputs(nn.Module):
-    """REPLACE. (B, 8) and (B, 3) -> (B,), the prediction."""
+    """REPLACE. Predicts a number from two inputs: (B, 8) and (B, 3) -> (B,)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -42,23 +42,23 @@ class TwoInputs(nn.Module):
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """REPLACE. Your network, on the CPU: moving it to the devices is the trainer's."""
+    """REPLACE. Build your network on the CPU. The trainer moves it to the devices."""
     return TwoInputs(config.hidden_size)
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """REPLACE. The mean loss of one micro-batch (a scalar), and the outputs, for update_metrics and training_metrics.
+    """REPLACE. Return the mean loss of one micro-batch, a scalar, and outputs for update_metrics and training_metrics.
 
-    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
     """
     predictions = model(batch.first, batch.second)
     return F.mse_loss(predictions, batch.targets), predictions
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """The metrics of evaluation beside the loss: none. REPLACE {} by metrics of torchmetrics, each with a name.
+    """Build the metrics that evaluation reports with the loss: none here. REPLACE {} by {name: torchmetrics metric}.
 
-    For a classifier: {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
+    For a classifier, write {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
     `evaluation.metric: accuracy` and `evaluation.mode: max`.
     """
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
@@ -67,5 +67,8 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Count one evaluated micro-batch; torchmetrics adds up over ranks. Never called while there are no metrics."""
+    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the metrics of all ranks.
+
+    The trainer calls this only if build_metrics() returns a metric.
+    """
     metrics.update(outputs, batch.targets)

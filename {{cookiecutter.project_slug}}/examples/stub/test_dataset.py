@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Splits that overlap, or data that differ from run to run, spoil results silently."""
+"""YOURS: tests of dataset.py. Overlapping splits, or data that differ from run to run, would spoil results silently."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. They check what any model that trains on several devices must do: adapt the batch."""
+"""YOURS: tests of model.py. A model that trains on several devices should pass them. Adapt the batch to your model."""
 
 from pathlib import Path
 
@@ -47,8 +47,9 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Micro-batches and devices rely on this. BatchNorm would fail. With `loss_weight`, put its values for
-    the two parts in place of 15, 5 and 20.
+    """Micro-batches and multi-device training need this. BatchNorm fails.
+
+    If model.py defines loss_weight, replace 15, 5 and 20 by its values for the two parts and for the whole batch.
     """
     model, batch = make_model(), make_batch(20)
     parameters = list(model.parameters())

@@ -1,8 +1,8 @@
-"""YOURS: the data. Here, sentences with a label each, from a JSON, JSON lines, CSV or TSV file.
+"""YOURS: the data. Here, sentences, each with a label, from a JSON, JSON lines, CSV or TSV file.
 
-Put your own in by naming your file in config.yaml, or by rewriting this one: the trainer uses `DataConfig` and
-`build_datasets`, `run.py predict` uses `read_inputs`, and model.py gets each batch. `tokenize` is what to change
-for words instead of characters.
+Set `data.train_file` in config.yaml to your own file, or rewrite this one: the trainer uses `DataConfig` and
+`build_datasets`, and hands each batch to model.py; `run.py predict` uses `read_inputs`. To split Chinese or Japanese
+sentences into words instead of characters, change `tokenize`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from .errors import ConfigError, one_line
 from .text_files import READERS, read_rows, read_texts
 
 PADDING, UNKNOWN, FIRST = 0, 1, 2
-"""Numbers of no token, of one that is not in the vocabulary, and of the most frequent one that is."""
+"""Ids of padding, of a token that is not in the vocabulary, and of the vocabulary's most frequent entry."""
 
 
 @dataclass
@@ -31,25 +31,25 @@ class DataConfig:
     """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
 
     train_file: str = field(default="sentences.json", metadata={"decisive": False})
-    """Rows of a text and a label. Relative paths begin in the folder of run.py. The file may move during a run."""
+    """Rows of text and label. A relative path begins at the folder of run.py. A run may resume with another path."""
     validation_file: str | None = field(default=None, metadata={"decisive": False})
-    """None: what train_fraction leaves of train_file."""
+    """If None, validation uses the rows of train_file that are not used for training."""
     test_file: str | None = field(default=None, metadata={"decisive": False})
     train_fraction: float = 0.8
     split_seed: int = 0
-    """Orders train_file before it is split; not the run's seed, so that runs with other seeds see the same split."""
+    """Seed for shuffling train_file before the split. It is not the run's seed, so all runs have the same split."""
     max_rows: int | None = None
-    """So many rows of each file, the first ones; None: all."""
+    """Number of rows to read from each file, the first ones. None means all rows."""
     label_names: list[str] = field(default_factory=lambda: ["weather", "food", "travel", "money"])
-    """In the order of their numbers. A file may hold either."""
+    """Names of the classes, whose ids count from 0 in this order. A file may hold names or ids."""
     max_length: int = 64
-    """Tokens of a sentence that are read; the rest is cut off."""
+    """Largest number of tokens in a sentence. The rest is cut off."""
     vocabulary_size: int = 8000
-    """Tokens, and pairs of neighbours, that have a number: the most frequent ones of the training rows."""
+    """Number of ids. They stand for the training rows' most frequent tokens and pairs of neighbouring tokens."""
     tokenizer: str | None = None
-    """Name or folder of a Hugging Face tokenizer, instead of `tokenize`; that of `model.pretrained` if one is named."""
+    """Name or folder of a Hugging Face tokenizer, which replaces `tokenize`. Defaults to `model.pretrained`, if set."""
     fingerprint: str | None = None
-    """Filled in: of the vocabulary, without which a checkpoint is of no use. Leave it out of config.yaml."""
+    """Hash of the vocabulary: a checkpoint fits only this one. Leave it out of config.yaml: build_encoder sets it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_fraction < 1:
@@ -65,16 +65,16 @@ class DataConfig:
 
 
 def require_transformers(key: str, name: str | None) -> None:
-    """ValueError if the key names something of Hugging Face whose library is not there."""
+    """Raise ValueError if a config key names a Hugging Face model or tokenizer, but transformers is not installed."""
     if name is not None and find_spec("transformers") is None:
         command = "pip install -c constraints.txt -e '.[transformers]'"
         raise ValueError(f"{key}={name}: transformers is not installed. Run {command}")
 
 
 def tokenize(text: str) -> list[str]:
-    """The text's tokens: characters of Chinese, Japanese and Korean, words elsewhere, each other mark by itself.
+    """Return the tokens, in lower case: each Chinese, Japanese or Korean character, each other word, each other mark.
 
-    For words instead of characters: `return jieba.lcut(text)` (Chinese; pip install jieba), or
+    For words instead of characters, write `return jieba.lcut(text)` (Chinese; pip install jieba), or
     `return MeCab.Tagger("-Owakati").parse(text).split()` (Japanese; pip install mecab-python3 unidic-lite).
     """
     return re.findall(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]|_", text.lower())
@@ -84,21 +84,20 @@ CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003fff
 
 
 class Batch(NamedTuple):
-    """A batch for model.py, as long as its longest sentence."""
+    """A batch for model.py, padded to the length L of its longest sentence."""
 
     inputs: Tensor
-    """(B, L, 2) int64: number of the token, and of the pair that it makes with the one before. (B, L, 1) with a
-    tokenizer of Hugging Face."""
+    """(B, L, 2) int64: the id of a token, and of its pair with the token before. (B, L, 1) if data.tokenizer is set."""
     mask: Tensor
     """(B, L) bool: True where there is a token."""
     targets: Tensor
-    """(B,) int64, index into label_names."""
+    """(B,) int64 class ids: indices into label_names."""
 
 
 class Sentences(Dataset[Batch]):
-    """Sentences in memory.
+    """A data set of sentences in memory.
 
-    sample_lengths: lets the loader put sentences of like length into one batch. label_names: for reports, predictions.
+    The loader uses `sample_lengths` to batch sentences of similar length. Reports and predictions show `label_names`.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Sentences(Dataset[Batch]):
         return len(self.encoded)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """A whole batch, which costs less than stacking items."""
+        """Return a whole batch, which takes less time than stacking items."""
         rows = torch.tensor(indices)
         inputs = pad_sequence([self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding)
         mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(1)  # (L,) < (B, 1) -> (B, L)
@@ -121,15 +120,16 @@ class Sentences(Dataset[Batch]):
 
 
 def build_datasets(config: DataConfig) -> tuple[Sentences, ...]:
-    """The training, the validation and, if a file of it is named, the test set; the same in every run."""
+    """Return the training set, the validation set and, if there is a test file, the test set: the same in every run."""
     splits = read_splits(config)
     encode = build_encoder(config, [text for text, _ in splits[0]])
     return tuple(Sentences(rows, encode, config) for rows in splits)
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
-    """The inputs of `run.py predict SOURCE`: the sentences of a file, or SOURCE itself; and their texts, to name them
-    by. Their targets mean nothing.
+    """Return the sentences for `run.py predict SOURCE` (those of a file, or SOURCE itself), and their texts as names.
+
+    The targets are all 0, and are not used.
     """
     texts = read_texts(Path(source)) if names_file(source) else [source]
     if any("\ud800" <= char <= "\udfff" for char in texts[0]):  # what Python makes of other bytes in an argument
@@ -139,14 +139,14 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
 
 
 def names_file(source: str) -> bool:
-    """Whether it is a file, or would be one if it were there: read_texts tells what is wrong then."""
-    # No other ending makes one of letters beyond ASCII: 价格是3.5元 and 再来一次...好吗 are sentences.
+    """Return True if `source` is a file, or looks like the name of a missing file, which read_texts reports."""
+    # The name of a missing file beyond ASCII must end as in READERS: 价格是3.5元 and 再来一次...好吗 are sentences.
     is_there = os.path.exists(source) and not os.path.isdir(source)  # Path.exists() raises for a name that is too long
     return is_there or Path(source).suffix in READERS or re.fullmatch(r"[!-~]+\.[A-Za-z]{2,8}", source) is not None
 
 
 def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
-    """Text and class id of the training, the validation and, if a file of it is named, the test rows."""
+    """Return the rows (text, class id) for training, for validation and, if there is a test file, for testing."""
     names = [name for name in (config.train_file, config.validation_file, config.test_file) if name is not None]
     root = Path(__file__).parents[1]
     splits = [read_rows(root / name, config.label_names, config.max_rows) for name in names]
@@ -159,7 +159,7 @@ def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
 
 
 def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | PretrainedTokenizer":
-    """The encoder of sentences into numbers: the vocabulary of these texts, or the tokenizer that the config names."""
+    """Return the tokenizer that the config names, or the vocabulary of `texts`, which must match data.fingerprint."""
     if config.tokenizer is not None:
         return PretrainedTokenizer(config.tokenizer, config.max_length)
     vocabulary = Vocabulary(texts, config.vocabulary_size, config.max_length)
@@ -173,7 +173,7 @@ def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | Pretrai
 
 
 class Vocabulary:
-    """Numbers the most frequent tokens and pairs of neighbouring tokens of the training rows."""
+    """Gives ids to the most frequent tokens, and pairs of neighbouring tokens, of the training rows."""
 
     padding = PADDING
 
@@ -188,14 +188,14 @@ class Vocabulary:
         self.fingerprint = hashlib.sha256("\n".join(frequent).encode()).hexdigest()[:16]
 
     def __call__(self, text: str) -> Tensor:
-        """(L, 2) int64: the token's number, and the number of the pair that it makes with the token before it."""
+        """Return (L, 2) int64: the id of each token, and the id of its pair with the token before it."""
         tokens = tokenize(text)[: self.max_length] or [""]
         singles = [self.numbers.get(token, UNKNOWN) for token in tokens]
         return torch.tensor([singles, [self.numbers.get(pair, PADDING) for pair in pairs(tokens)]]).T
 
 
 class PretrainedTokenizer:
-    """A tokenizer of Hugging Face, by its name or folder."""
+    """Encodes texts with a Hugging Face tokenizer, which is loaded by name or from a folder."""
 
     def __init__(self, name: str, max_length: int) -> None:
         from transformers import AutoTokenizer
@@ -206,10 +206,10 @@ class PretrainedTokenizer:
         self.padding: int = self.tokenizer.pad_token_id
 
     def __call__(self, text: str) -> Tensor:
-        """(L, 1) int64"""
+        """Return the ids of the text's tokens: (L, 1) int64."""
         return torch.tensor(self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]).unsqueeze(1)
 
 
 def pairs(tokens: list[str]) -> list[str]:
-    """Each token with the one before it; the first one with nothing."""
+    """Return one pair "former token" for each token. For the first token, `former` is empty."""
     return [f"{former} {token}" for former, token in zip(["", *tokens], tokens, strict=False)]

@@ -1,7 +1,7 @@
-"""YOURS: the model and its loss. Here, small transformer encoders that classify sentences together, trained from
-scratch; or any sequence classifier of Hugging Face, if `model.pretrained` names one.
+"""YOURS: the model and its loss. Here, small transformer encoders that vote on the class of a sentence.
 
-Put your own in by rewriting this file: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+They are trained from scratch. If `model.pretrained` names a Hugging Face sequence classifier, it is fine-tuned instead.
+Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
 `training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
 `after_step` and `complete_config`.
@@ -25,11 +25,12 @@ class ModelConfig:
     """The keys of config.yaml under `model:`. A ValueError raised here is shown as one line, before anything starts."""
 
     pretrained: str | None = None
-    """Name or folder of a Hugging Face model for sequence classification; it comes with its tokenizer, and the keys
-    below say nothing then."""
+    """Name or folder of a Hugging Face sequence classifier, used with its own tokenizer and without the keys below."""
     num_members: int = 3
-    """Encoders that are trained side by side and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474). What a few
-    thousand sentences teach depends on where one starts: three are as good as one on twice the data."""
+    """Number of encoders, which are trained together and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474).
+
+    With few sentences, results depend on the initial weights: three encoders are as good as one with twice the data.
+    """
     hidden_size: int = 64
     num_layers: int = 1
     num_heads: int = 4
@@ -38,11 +39,11 @@ class ModelConfig:
     token_dropout: float = 0.4
     """Chance that a token or a pair of tokens is left out of a training sentence."""
     num_classes: int = 0
-    """0: as many as data.label_names."""
+    """0 means the number of data.label_names."""
     vocabulary_size: int = 0
-    """0: data.vocabulary_size."""
+    """0 means data.vocabulary_size."""
     max_length: int = 0
-    """0: data.max_length."""
+    """0 means data.max_length."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "embedding_dropout", "token_dropout"):
@@ -62,7 +63,7 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in what the model's section takes over from the data's, or the other way round, when both are read."""
+    """Fill in keys of `model` from `data`, and data.tokenizer from model.pretrained. Called when the config is read."""
     data.tokenizer = data.tokenizer or model.pretrained
     model.num_classes = model.num_classes or len(data.label_names)
     model.vocabulary_size = model.vocabulary_size or data.vocabulary_size
@@ -79,14 +80,12 @@ def complete_config(model: ModelConfig, data: DataConfig) -> None:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The network: (B, L, 2) numbers of tokens and pairs, and their (B, L) mask -> (B, num_members, num_classes)
-    logits.
-    """
+    """Build the network: (B, L, 2) ids of tokens and pairs, (B, L) mask -> (B, num_members, num_classes) logits."""
     return Pretrained(config.pretrained, config.num_classes) if config.pretrained else Ensemble(config)
 
 
 class Ensemble(nn.Module):
-    """Encoders that start from different weights."""
+    """Runs encoders that began with different weights, and stacks their logits: (B, num_members, num_classes)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -97,10 +96,10 @@ class Ensemble(nn.Module):
 
 
 class SentenceEncoder(nn.Module):
-    """A transformer encoder whose mean over tokens is classified: (B, num_classes) logits.
+    """A transformer encoder. It classifies the mean of its outputs over the tokens: (B, num_classes) logits.
 
-    A token is the sum of what stands for itself, for its position, and for the pair it makes with the token before it:
-    where characters are tokens, pairs of them are the next best thing to words.
+    Its input is the sum of three embeddings: of the token, of its position, and of its pair with the token before it.
+    Where tokens are characters, such pairs come close to words.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -134,7 +133,7 @@ class SentenceEncoder(nn.Module):
 
 
 class Pretrained(nn.Module):
-    """A model of Hugging Face that takes what the trainer gives it."""
+    """Wraps a Hugging Face model, so that it has the same inputs and outputs as Ensemble, with one member."""
 
     def __init__(self, name: str, num_classes: int) -> None:
         super().__init__()
@@ -152,9 +151,9 @@ class Pretrained(nn.Module):
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of one micro-batch's sentences and members, and the (B, num_classes) probabilities.
+    """Return the mean cross-entropy over one micro-batch and all members, and the (B, num_classes) probabilities.
 
-    Call `model(...)` itself, and once: under DDP the gradients are averaged through that call.
+    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
     """
     logits = model(batch.inputs, batch.mask)
     targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])  # (B, num_members): each learns by itself
@@ -162,20 +161,20 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def vote(logits: Tensor) -> Tensor:
-    """(B, num_members, num_classes) logits -> (B, num_classes) probabilities."""
+    """Average the members' probabilities: (B, num_members, num_classes) logits -> (B, num_classes) probabilities."""
     return logits.float().softmax(2).mean(1)
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The columns that `run.py predict` writes for each sample, (B,) each. A `label` is shown by its name."""
+    """Return the columns that `run.py predict` writes, by name: (B,) each. A `label` is written as its class name."""
     probabilities, labels = vote(model(batch.inputs, batch.mask)).max(1)
     return {"label": labels, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """The metrics that evaluation reports beside the loss, by name; `evaluation.metric` picks one of them.
+    """Build the metrics that evaluation reports with the loss. `evaluation.metric` in config.yaml picks one.
 
-    A confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
+    The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
@@ -185,5 +184,5 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Count one evaluated micro-batch; the trainer brings the counts of all ranks together."""
+    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the metrics of all ranks."""
     metrics.update(outputs, batch.targets)

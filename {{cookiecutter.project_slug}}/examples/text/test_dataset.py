@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Splits that overlap, or numbers that change from run to run, spoil results silently."""
+"""YOURS: tests of dataset.py. Overlapping splits, or token ids that change, would spoil results silently."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The example as a user runs it: trained on two ranks, evaluated and asked on three, refused where the data changed."""
+"""Tests that run the example as a user does: two ranks train, three evaluate and predict, changed data are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this project with 120 of its sentences."""
+    """Return the folder of a copy of this project, with only 120 of its sentences."""
     folder = tmp_path_factory.mktemp("text 例")
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("run.py", "config.yaml"):

@@ -1,4 +1,4 @@
-"""Each kind of file gives the same rows, and each wrong row is told with its file and line."""
+"""Tests of text_files.py: every kind of file gives the same rows, and a wrong row is reported with file and line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reads rows of a text and a label from the kinds of files that people have, and says where the wrong ones stand."""
+"""Reads rows of text and label from JSON, JSON lines, CSV, TSV and text files, and names the line of each wrong row."""
 
 import csv
 import json
@@ -17,17 +17,17 @@ MAX_PROBLEMS = 3
 
 
 def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -> list[tuple[str, int]]:
-    """Text and class id of each row, or of the first `max_rows`. ConfigError tells file and line of what is wrong.
+    """Return text and class id of each row, or of the first `max_rows`. ConfigError names file and line of wrong rows.
 
-    .json: [[text, label], …]; .jsonl: one such row a line; in both a row may also be {"text": …, "label": …}.
+    .json: [[text, label], …]. .jsonl: one [text, label] per line. In both, a row may also be {"text": …, "label": …}.
     .csv, .tsv: text and label, or any columns below a header that names `text` and `label`.
-    A label is one of `label_names`, or its index there, counted from 0.
+    A label is one of `label_names`, or its index in that list, counted from 0.
     """
     return _read(path, max_rows, lambda record: (_text(record), _class_id(record, label_names)))
 
 
 def read_texts(path: Path) -> list[str]:
-    """The text of each row of such a file, with labels or without; or each line of a .txt that is not blank."""
+    """Return the text of each row, where labels may be missing, or each line of a .txt file that is not blank."""
     return _read(path, None, _text)
 
 
@@ -85,11 +85,11 @@ def _class_id(record: Any, label_names: list[str]) -> int:
 
 
 Records = Iterator[tuple[str, Any]]
-"""Position of each record, and the record, or the ValueError that reading it has raised."""
+"""(position, record) pairs. A record that cannot be read is replaced by the ValueError that was raised."""
 
 
 def _read_json(content: str) -> Records:
-    """Row by row, since json.loads() would forget their lines."""
+    """Decode the rows one by one, because json.loads() would not report their line numbers."""
     decoder, gap = json.JSONDecoder(), re.compile(r"[\s,]*")
     opening = re.match(r"\s*\[", content)
     if opening is None:

@@ -1,4 +1,4 @@
-"""The command line of run.py. Each command, besides `train`, is a file or folder here with `main(line)`."""
+"""The command line of run.py. Each command except `train` is a file or folder here with `main(line)`."""
 
 import logging
 import os
@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the Config from the config file and the arguments. Raises ConfigError.
 
-        evaluate and predict read the config.yaml in the run's folder instead, unless --config is typed or a
-        launcher started the ranks. The config file still sets name, device_ids, launch, loader and evaluation.
+        evaluate and predict read the config.yaml in the run's folder instead, except for name, device_ids, launch,
+        loader and evaluation; not so if --config is given or a launcher started the ranks.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
@@ -57,7 +57,6 @@ class CommandLine:
         return int(import_module(f".{self.command}", __package__).main(self))
 
     def launch(self, run_fn: Callable[[int, int, "Config"], None]) -> int:
-        """Run run_fn once per rank, and return the exit code."""
         config = self.load_config()
         from ..launching.launcher import find_node, launch
 

@@ -1,4 +1,4 @@
-"""`python run.py evaluate`: loss and metrics of a saved checkpoint, on any number of devices, into evaluation.json."""
+"""`python run.py evaluate`: writes loss and metrics of a checkpoint to evaluation.json, on any number of devices."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def main(line: CommandLine) -> int:
 
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
-    """Evaluate the checkpoint `evaluation.checkpoint` on `evaluation.split` as one rank; rank 0 writes the result."""
+    """Evaluate `evaluation.checkpoint` on this rank's part of `evaluation.split`; rank 0 writes the result of all."""
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
@@ -55,7 +55,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
-    """Return a checkpoint's state, a strategy with its weights, and the result of build(). All ranks must call this."""
+    """Return a checkpoint's state, a strategy that holds its weights, and what build() returns. All ranks call it."""
     is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
     state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
     config = settle_precision(config, context)

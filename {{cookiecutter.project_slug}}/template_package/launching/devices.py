@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock `named`, or if enough are free, `number` GPUs (0: all) with most free memory. Count the free GPUs."""
+    """Lock the `named` GPUs, or else the `number` (0: all) with most free memory. Also return how many are free."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -137,7 +137,7 @@ def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """Return this node's GPUs, none for a CPU build of torch. Without NVML, ask torch. nvml: used instead of pynvml."""
+    """Return this node's GPUs: from NVML, or without it from torch; none if torch is a CPU build. nvml: for tests."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
     if nvml is None and torch.version.cuda is None and torch.version.hip is None:
         return Gpus([], [], f"torch {torch.__version__} is built without CUDA")
@@ -188,7 +188,7 @@ def owner(pid: int) -> str:
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """Return the GPUs that CUDA shows for CUDA_VISIBLE_DEVICES=mask. CUDA stops at an entry that names no GPU."""
+    """Return the GPUs that CUDA shows for CUDA_VISIBLE_DEVICES=mask: those before the first entry that names no GPU."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0

@@ -64,7 +64,7 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """Return the context that launch() set for this process. Fails if that context has another rank or size."""
+    """Return the context that launch() set for this process. It must have the same rank and world_size."""
     assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
     return current
 
@@ -89,7 +89,7 @@ def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceO
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank. It is pickled, through the CPU; for tensors use pack() and unpack()."""
+    """Return rank 0's `value`, pickled and sent through the CPU, on every rank. For tensors use pack() and unpack()."""
     if not dist.is_initialized():
         return value
     values = [value]

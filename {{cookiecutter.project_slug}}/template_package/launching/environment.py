@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the interface `wanted`. If it is None, gloo uses the one that leads to `address`.
 
-    gloo's default is the host name's interface, often the loopback. None keeps a set GLOO_SOCKET_IFNAME.
+    gloo's own default is the host name's interface, often the loopback. With `wanted` None, a set variable stays.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -106,7 +106,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
 
 
 def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
-    """Run one rank and return its exit code. A failure is printed on `console`, or stored for the launching process."""
+    """Run one rank and return its exit code. Print a failure on `console`; None: store it for the launching process."""
     # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
     if console is None:

@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and has saved its work
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and, if it had begun to train, has saved
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
 IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
@@ -35,7 +35,7 @@ OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ran
 # Keys of the store that all ranks of one start share.
 READY = "stop/ready"  # set by the first rank that can stop by itself
 STOP = "stop/signal"  # the signal that asks all ranks to stop
-BEGUN = "stop/begun/{rank}"  # how many steps and batches a rank had begun when it heard of the request
+BEGUN = "stop/begun/{rank}"  # how many steps and evaluation batches a rank had begun when it heard of the request
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
 early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest reads them
@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
 
-    The store passes a stop signal on to the ranks. If none is READY yet, or at a second Ctrl-C, kill them.
+    A stop signal reaches the ranks through the store. If no rank is READY yet, or at a second Ctrl-C, all are killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -83,7 +83,7 @@ def run_processes(
             _wait(processes, signals, store)
             if any(process.exitcode is None for process in processes) and not signals:
                 time.sleep(0.2)  # ranks that fell together: let them end, and judge by all
-            codes = [process.exitcode for process in processes]
+            codes = [process.exitcode for process in processes]  # None: still alive, and killed below
         finally:
             for process in (process for process in processes if process.pid is not None):
                 process.kill()  # SIGKILL: a rank inside a collective answers to nothing else
@@ -98,7 +98,7 @@ def run_processes(
 
 
 def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
-    """Wait until all ranks have ended, one has failed, or all must be killed. Tell the ranks about a stop signal."""
+    """Wait until all ranks have ended, one has failed, or all must be killed. Meanwhile, pass on a stop signal."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
         if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the original failure, or None. Prefer a killed rank's: the others only lost the connection to it."""
+    """Return the original failure, or None. A killed rank comes first: the others only lost the connection to it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
@@ -129,7 +129,7 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
 
 
 def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-    """Run a started rank: prepare its signals, do the work, end the process."""
+    """Run a started rank: set its signal handlers, do the work, end the process."""
     # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. SIGTERM may be for one rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -143,7 +143,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once. In Python's normal exit, gloo's threads abort about one time in ten (torch 2.13)."""
+    """End this process at once. In a normal exit gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -175,7 +175,7 @@ def raise_stop(number: int) -> NoReturn:
 
 @contextmanager
 def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
-    """Let stop signals call `handle` inside this context: with SIGINT for Ctrl-C, with SIGTERM for all others."""
+    """Inside this context, Ctrl-C calls handle(SIGINT), and every other stop signal calls handle(SIGTERM)."""
 
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)

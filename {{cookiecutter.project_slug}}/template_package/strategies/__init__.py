@@ -1,4 +1,4 @@
-"""Strategies share gradients and state among ranks. Each has a file, which `strategy:` in config.yaml chooses."""
+"""Strategies share gradients and state among ranks. Each one is a file; `strategy:` in config.yaml chooses one."""
 
 from importlib import import_module
 

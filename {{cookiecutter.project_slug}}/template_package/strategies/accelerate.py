@@ -1,4 +1,4 @@
-"""Trains with Hugging Face Accelerate, which wraps the model, delays the averaging of gradients and runs backward.
+"""Trains with Hugging Face Accelerate: it wraps the model, calls backward() and decides when gradients are averaged.
 
 config.yaml and the launcher decide all settings. `accelerate launch` may start the ranks; if its settings contradict
 config.yaml, ConfigError says so. The base class clips and calls optimizer.step(), as Accelerate would.
@@ -49,7 +49,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return no_sync() for all but the last micro-batch. Accelerator.accumulate() assumes equal micro-batches."""
+        """Return no_sync() for all but the last micro-batch. Accelerator.accumulate() would weigh them all alike."""
         if is_last_micro_batch:
             return super().accumulate(is_last_micro_batch=True)
         context: AbstractContextManager[None] = self._accelerator.no_sync(self.model)

@@ -42,7 +42,7 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Move the model to the device, wrap it, then build the optimizer (None: no optimizer, to evaluate only)."""
+        """Move the model to the device, wrap it, then build the optimizer. An evaluation has no build_optimizer."""
         self.module = self.move(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
@@ -71,7 +71,6 @@ class Strategy:
         self.optimizer.state.update({key: value for key, value in former.items() if key in trained})
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device, before it is compiled and wrapped."""
         return model.to(self.context.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -88,7 +87,7 @@ class Strategy:
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the gradients of loss * weight. A step's weights, summed on each rank, average 1 over the ranks."""
+        """Add the gradients of loss * weight. Their sum over a step, averaged over the ranks, is the global batch's."""
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
@@ -102,7 +101,7 @@ class Strategy:
         return norm
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients to the global norm `max_norm`. Return their norm before clipping, on the device."""
+        """Clip the gradients to the global norm `max_norm`. Return the norm before clipping, a tensor on the device."""
         return clip_grad_norm_(self._parameters, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +152,7 @@ class Strategy:
             buffer.copy_(whole)
 
     def check_gradients(self) -> None:
-        """Raise ConfigError if backward left a parameter without a gradient and the ranks wait for every gradient."""
+        """Raise ConfigError if a parameter got no gradient, under a strategy whose ranks wait for every gradient."""
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused and self.needs_all_gradients:
             remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."

@@ -34,7 +34,7 @@ class DataParallelStrategy(Strategy):
 
 class _DataParallel(ShowsModule, nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the copies in the caller's precision: torch enables autocast in its threads, but in its default dtype."""
+        """Run the copies in the caller's precision: torch's threads use autocast, but with its default dtype."""
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             calls: Any = [partial(torch.autocast("cuda", dtype)(type(copy).__call__), copy) for copy in replicas]

@@ -43,7 +43,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Build the DeepSpeed engine; its stage decides what is sharded. An evaluation needs one only for stage 3."""
+        """Build the DeepSpeed engine; its stage decides what is sharded. To evaluate, only stage 3 needs an engine."""
         super().prepare(model)
         if build_optimizer is None and self._stage < 3:
             return
@@ -77,7 +77,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 self.optimizer.override_loss_scale(self.scaler.get_scale())
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move the model to the device. In stage 3 leave it where it is, since the whole may not fit there."""
+        """Move the model to the device, except in stage 3, where the whole model may not fit on one device."""
         return model if self._stage == 3 else super().move(model)
 
     def wrap(self, module: nn.Module) -> Any:
@@ -160,7 +160,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 )
 
     def _update_scale(self, *, is_skipped: bool) -> None:
-        """Update the loss scale by the rule of GradScaler.update(), which needs a step made by GradScaler."""
+        """Update the loss scale by the rule of GradScaler.update(), which itself would need a GradScaler.step()."""
         state = self.scaler.state_dict()
         num_good = 0 if is_skipped else state["_growth_tracker"] + 1
         factor = state["backoff_factor"] if is_skipped else 1.0

@@ -3,7 +3,7 @@
 A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
 of ranks, and communication grows (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
 With training.precision=bf16 or fp16 weights are gathered in 16 bits, since the 16-bit copies that autocast makes of
-fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch reduces its gradients.
+fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch averages its gradients.
 """
 
 import logging
@@ -99,12 +99,12 @@ class FullyShardedStrategy(Strategy):
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit holds a matrix, and has a forward pass around which its weights can be gathered."""
+    """Return True if the unit holds a matrix, and has a forward(), for which FSDP can gather its weights."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
-    """Return True if the unit has parameters, and no other part of the module uses them."""
+    """Return True if the unit, a submodule of `module`, has parameters that no other submodule uses."""
     own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 

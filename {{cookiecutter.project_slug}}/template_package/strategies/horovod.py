@@ -41,7 +41,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._is_last_micro_batch = True
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Prepare as on one device. The user's optimizer steps and is saved; Horovod's optimizer only averages."""
+        """Prepare as on one device. The user's optimizer steps and is saved; Horovod's only averages gradients."""
         for name, parameter in model.named_parameters():
             if parameter.dtype not in REDUCED_TYPES or not parameter.is_contiguous():
                 raise ConfigError(
@@ -106,7 +106,7 @@ def _import_horovod() -> Any:
 
 
 def _connect(hvd: Any, context: RankContext) -> None:
-    """Connect Horovod's ranks, numbered as in `context`, by a server on rank 0 instead of horovodrun's server."""
+    """Connect Horovod's ranks, numbered as in `context`, through a server on rank 0, which replaces horovodrun's."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     server, meeting = None, ("", 0)
     if context.is_main and context.world_size > 1:
@@ -137,7 +137,7 @@ def _connect(hvd: Any, context: RankContext) -> None:
 
 
 def _check_host_name(meeting: str) -> None:
-    """Horovod 0.28 gives other hosts the address of this host's name. Raise ConfigError if they cannot use it."""
+    """Raise ConfigError if this host's name leads other hosts nowhere: Horovod 0.28 sends them that name's address."""
     name, own = socket.gethostname(), ""
     with suppress(OSError):
         own = socket.gethostbyname(name)

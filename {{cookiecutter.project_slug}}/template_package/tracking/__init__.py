@@ -1,7 +1,7 @@
-"""Shows and records a run while it goes on: metrics.jsonl, progress bar, pictures, trackers, a log for each rank.
+"""Shows and records a run while it trains: metrics.jsonl, progress bar, pictures, trackers, a log for each rank.
 
-A tracker is a file of this folder with a class `Tracker`. print() and warnings are caught on rank 0 in Python; on the
-other ranks the file descriptors are redirected, so that C++ and NCCL write to the log too.
+A tracker is a file of this folder with a class `Tracker`. On rank 0, print() and warnings are captured in Python. On
+the other ranks the file descriptors 1 and 2 are redirected, so that C++ and NCCL write to the log too.
 """
 
 import faulthandler
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MediaLog:
-    """Writes pictures and texts on rank 0, as the argument `log` of functions in model.py. A failure only warns."""
+    """Writes pictures and texts on rank 0; model.py's functions get it as `log`. A failure is only a warning."""
 
     step: int
     folder: Path | None  # None on the other ranks
@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Start or call each tracker. Remove a tracker that fails, with a warning: metrics.jsonl has all figures."""
+        """Start or call each tracker. Remove one that fails, with a warning: metrics.jsonl still has the values."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to a log or a console, hides the progress bar during each write, and writes a copy to `log`.
+    """Writes to a rank's log or to the console, from which it hides the progress bar meanwhile. log: gets a copy.
 
     It ignores a closed console (`| head`) and a full disk. The next checkpoint reports the full disk.
     """

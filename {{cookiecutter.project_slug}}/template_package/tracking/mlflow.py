@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs to one run of MLflow, its active run on rank 0. A resumed training continues the same MLflow run."""
+    """Logs to one MLflow run, the active one on rank 0. A run that resumes continues its MLflow run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         runs = directory.absolute().parent

@@ -21,7 +21,7 @@ class Tracker:
         self._writer.flush()
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture, or a text, which TensorBoard reads as Markdown."""
+        """Add a picture, or a text that TensorBoard shows as Markdown."""
         if path.suffix == ".txt":
             self._writer.add_text(name, path.read_text(encoding="utf-8"), step)
         else:

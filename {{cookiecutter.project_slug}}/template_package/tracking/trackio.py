@@ -9,7 +9,7 @@ import trackio
 
 
 class Tracker:
-    """Logs to one run of Trackio. A resumed training continues the same Trackio run."""
+    """Logs to one Trackio run. A run that resumes continues its Trackio run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         project = Path.cwd().name
@@ -22,7 +22,7 @@ class Tracker:
         self._run.log(scalars, step=step)
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture, or a text, which Trackio reads as Markdown."""
+        """Add a picture, or a text that Trackio shows as Markdown."""
         is_text = path.suffix == ".txt"
         content = trackio.Markdown(path.read_text(encoding="utf-8")) if is_text else trackio.Image(path)
         self._run.log({name: content}, step=step)

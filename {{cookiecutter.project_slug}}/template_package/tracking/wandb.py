@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs scalars, pictures and texts to one run of W&B. A resumed training continues the same W&B run."""
+    """Logs scalars, pictures and texts to one W&B run. A run that resumes continues its W&B run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         id_file = directory / "wandb_id.txt"

@@ -1,4 +1,4 @@
-"""Writes checkpoints whole, refuses damaged ones, and finds the one to continue from. Also reads and writes weights."""
+"""Writes checkpoints atomically, refuses damaged ones, finds the one to continue from. Reads and writes weights."""
 
 import errno
 import logging
@@ -83,8 +83,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-    """Return a checkpoint's state on the CPU without running code from it. Raise ConfigError if it is damaged
-    or no checkpoint. Raise OSError if the disk fails, lest an older checkpoint be taken for the newest.
+    """Return a checkpoint's state on the CPU without running code from it. Raise ConfigError if the file is damaged
+    or not a checkpoint, OSError if the disk fails: the run must not continue from an older checkpoint then.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` returns on rank 0. Other ranks may not see its disk; they get meta tensors as weights."""
+    """Return what `read` returns on rank 0. The other ranks may not have its disk; their weights are meta tensors."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -140,7 +140,7 @@ def check_same(
 ) -> None:
     """Raise ConfigError if two configs (as plain dicts) differ in one of these dotted keys or below it.
 
-    For a new field in model.py, the stored config is read as holding its default. Removals are only logged.
+    If model.py or dataset.py has a new field, the stored value is taken to be its default. Removed fields are logged.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load weights, optimizer, counts, random states. Raise ConfigError if the model or data set is another."""
+    """Load weights, optimizer, progress and random states. Raise ConfigError if the model or the data set differs."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
@@ -185,9 +185,9 @@ def collect_state(
 
 
 def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:
-    """Copy a file's weights into `model`: .safetensors, or .pt, .pth, .bin with a state dict, bare or in a checkpoint.
+    """Copy a file's weights into `model`: .safetensors, or a state dict or checkpoint in a .pt, .pth or .bin file.
 
-    The weights may come from any program. Raise a ConfigError that lists missing, unexpected or misshapen ones.
+    The file may come from any program. Raise a ConfigError that lists the names and shapes that do not fit.
     """
     source += str(path)
     try:
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write weights as safetensors under plain names. A tensor with two names in `module` is written only once."""
+    """Write weights as safetensors, named as in `module`. A tensor with two names is written only once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

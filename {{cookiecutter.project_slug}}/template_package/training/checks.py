@@ -1,4 +1,4 @@
-"""Checks a run: one pass before its first step, enough memory, finite losses, and equal replicas of the model."""
+"""Checks that a step works before step 1, that it fits in memory, that losses are finite and replicas stay equal."""
 
 import logging
 import sys
@@ -100,7 +100,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside this context, if memory runs out, store half the micro-batch size and exit with 75 to restart."""
+        """Inside this context, if memory runs out, store half the micro-batch size and exit with 75 (start again)."""
         try:
             yield
         except RuntimeError as error:
@@ -121,7 +121,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if one of these losses, each with its step, is not finite. Empty the list."""
+    """Raise FailureError on all ranks if a loss is not finite. losses: (loss, step) pairs; the list is emptied."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more
@@ -150,6 +150,6 @@ def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return XOR of all elements plus sum of all bytes (int64): XOR alone cannot tell all ones from all zeros."""
+    """Return the XOR of all elements plus the sum of all bytes, int64. The XOR alone takes all ones for all zeros."""
     content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
     return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

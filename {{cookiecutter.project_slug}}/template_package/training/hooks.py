@@ -24,7 +24,7 @@ _names: set[str] = set()  # the names that the first call of training_metrics() 
 
 
 def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return {"loss": loss} and the means that training_metrics() of model.py returns, 0-dim, without a graph."""
+    """Return {"loss": loss} and the means from training_metrics() of model.py, as detached 0-dim tensors."""
     figures = {"loss": loss.detach()}
     if (training_metrics := getattr(user_model, "training_metrics", None)) is not None:
         with torch.no_grad():
@@ -39,7 +39,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
-    """Call on_epoch_begin(model, epoch) of model.py for each epoch. Return True if a requires_grad changed."""
+    """Call on_epoch_begin(model, epoch) of model.py for these epochs. Return True if it changed a requires_grad."""
     on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
     former = [parameter.requires_grad for parameter in model.parameters()]
     for epoch in epochs:
@@ -66,7 +66,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn of names in the user's files that look like misspelt FUNCTIONS, or are other tools' names for them."""
+    """Warn if a name in the user's files looks like a misspelt one of FUNCTIONS, or is another tool's name for one."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

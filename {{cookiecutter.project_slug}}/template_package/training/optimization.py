@@ -14,13 +14,13 @@ from ..strategies.base import Strategy
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer with build_optimizer() of model.py, or with the one below if model.py has none."""
+    """Build the optimizer with build_optimizer() of model.py, or of this file if model.py has none."""
     built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
     return Optimizers(built) if isinstance(built, list | tuple) else built
 
 
 class Optimizers(Optimizer):
-    """Steps several optimizers as one optimizer that has all their parameter groups. They share one state."""
+    """Makes several optimizers look like one, which has all their parameter groups and a single state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.

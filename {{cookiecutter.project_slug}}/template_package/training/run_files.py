@@ -1,4 +1,4 @@
-"""Writes the files of a run beside logs, metrics and checkpoints: config.yaml, environment.json, summary.json, lock."""
+"""Writes the files that describe a run (config.yaml, environment.json, summary.json), and locks the run's folder."""
 
 import fcntl
 import logging
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler that writes these steps (first, last) to profile/rank_<r>.json. None: no step is left."""
+    """Start a profile of these steps (first, last) for profile/rank_<r>.json. Return None if no step is left."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

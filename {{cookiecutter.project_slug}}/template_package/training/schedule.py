@@ -12,8 +12,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     """Return the rate of optimizer step `step`, counted from 1. A resumed run therefore needs no scheduler state.
 
     If model.py has learning_rate(step, total_steps), the rate is its value times `peak`, and `schedule:` is ignored.
-    Linear warm-up reaches `peak` at step `warmup_steps`. The decay begins at the next step, which still has the peak,
-    and would reach the floor one step after the last, as torch's schedulers do.
+    Linear warm-up reaches `peak` at step `warmup_steps`. The next step still has the peak; from there the rate decays
+    and would reach the floor one step after the last, as with torch's schedulers.
     """
     if (factor := getattr(user_model, "learning_rate", None)) is not None:
         return peak * float(factor(step, total_steps))

@@ -1,9 +1,9 @@
 """Stops all ranks after the same step when one of them is asked to stop, and ends a run that hangs.
 
 After SIGTERM to `python run.py` with several ranks:
-1. The launching process (launching/processes.py) writes STOP to the store; if no rank is READY yet, it kills them all.
-2. A thread of each rank sees STOP, and holds its rank before the next step, or the next batch of an evaluation.
-3. Each rank writes under BEGUN how many steps and batches it began. All ranks go on to the largest number.
+1. The launching process (launching/processes.py) writes STOP to the store, or kills all ranks if none is READY yet.
+2. A thread of each rank sees STOP, and halts its rank before the next step, or the next batch of an evaluation.
+3. Each rank writes, as BEGUN, how many steps and evaluation batches it has begun. All continue to the largest number.
 4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
 A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
 """
@@ -34,13 +34,13 @@ class Interrupted(Exception):  # noqa: N818 - no error
 
 
 def beat() -> None:
-    """Record that this rank makes progress: a step, an evaluation batch, a save."""
+    """Record that this rank begins another step, evaluation batch or save: it has not hung."""
     global _num_beats  # noqa: PLW0603 - one process is one rank
     _num_beats += 1
 
 
 class StopRequest:
-    """Stops a run by signal. Call `allows()` before each step and evaluation batch. signal_number tells the signal."""
+    """Stops a run by signal. Call `allows()` before each step and evaluation batch. signal_number: what stopped it."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
@@ -48,7 +48,7 @@ class StopRequest:
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         self._store = context.store.clone()  # for the thread: on a shared one, a thread that waits blocks the other
-        self._handlers = stop_signals_call(self._receive)  # processes.py's ranks ignore Ctrl-C, which the group gets
+        self._handlers = stop_signals_call(self._receive)  # not for Ctrl-C, where processes.py lets ranks ignore it
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()

@@ -1,4 +1,4 @@
-"""A shared server to test on: simulated GPUs, and real processes of two users that compete for them."""
+"""Helpers that imitate a shared server: simulated GPUs, and real processes of two users that compete for them."""
 # ruff: noqa: N802 - the functions' names are pynvml's
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ NOBODY = 65534
 
 
 class SimulatedNvml:
-    """pynvml's functions for GPUs with these GiB free of 40. broken: a GPU that is lost; processes[i]: ids on GPU i.
+    """The functions of pynvml for simulated GPUs, of which GPU i has `free_gib[i]` of 40 GiB free.
 
-    Each object has its own UUIDs, and so its own locks: tests that run at the same time do not meet.
+    A negative `free_gib[i]` means that the memory cannot be read. The GPU with the index `broken` is lost, and
+    `processes[i]` lists the ids of the processes on GPU i. Each object has its own UUIDs, and therefore its own locks,
+    so that tests that run at the same time share no lock.
     """
 
     NVMLError = pynvml.NVMLError
@@ -72,7 +74,10 @@ class SimulatedNvml:
 
 @contextmanager
 def child(work: Callable[[Connection], None], uid: int = OWN_USER) -> Iterator[tuple[int, Connection]]:
-    """Run work(its end of a pipe) in a process of that user. Yields process id and pipe; SIGKILL at the body's end."""
+    """Run `work` in a process of the user `uid`, with one end of a pipe as its argument.
+
+    Yield the process id and the other end of the pipe. SIGKILL ends the process after the `with` body.
+    """
     processes = multiprocessing.get_context("fork")  # starts in milliseconds, so that starts can meet
     own_end, end = processes.Pipe()
     process = processes.Process(target=_become, args=(uid, work, end))
@@ -93,14 +98,14 @@ def _become(uid: int, work: Callable[[Connection], None], pipe: Connection) -> N
 
 
 def receive(pipe: Connection) -> Any:
-    """The next object that a child sends."""
+    """Return the next object that a child sends. The test fails after 20 seconds without an object."""
     assert pipe.poll(20), "no answer from a child"
     return pipe.recv()
 
 
 @contextmanager
 def someone_elses_process() -> Iterator[tuple[int, str]]:
-    """The id of another user's process, and that user's name."""
+    """Yield the id of a process of another user, and the name of that user."""
     if not IS_ROOT:
         yield 1, "root"
         return

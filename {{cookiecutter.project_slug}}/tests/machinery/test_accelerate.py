@@ -1,4 +1,4 @@
-"""Accelerate: it computes what DDP computes, and leaves to config.yaml what config.yaml decides."""
+"""Tests of strategy=accelerate: it computes what DDP computes, and `accelerate launch` cannot override config.yaml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_options_compute_what_ddp_computes(project: Project) -> None:
     cases = {f"{s}-{name}": [f"strategy={s}", *WORDS, *more] for name, more in OPTIONS.items() for s in strategies}
     project.run_many(cases)
     for name in OPTIONS:
-        for split in ("train", "validation"):  # the same arithmetic in the same order: equal to the bit
+        for split in ("train", "validation"):  # the same arithmetic in the same order: equal bit for bit
             lines, expected = (project.lines(f"{s}-{name}", split) for s in strategies)
             assert lines == expected and len(lines) == (7 if split == "train" else 1), name
     plain, compressed = (project.lines(f"accelerate-{name}")[-1]["loss"] for name in ("plain", "compressed"))
@@ -46,7 +46,7 @@ def test_options_compute_what_ddp_computes(project: Project) -> None:
 
 @pytest.mark.slow
 def test_accelerate_launch_starts_the_same_run(project: Project) -> None:
-    # With --cpu it starts one process, whatever it is told, and run.py the two ranks that device_ids names.
+    # With --cpu accelerate starts one process, whatever the flags say, and run.py the two ranks of device_ids.
     flags = ["--main_process_port=0", "--multi_gpu", "--num_processes=2"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     project.run("strategy=accelerate", *WORDS, command=command)

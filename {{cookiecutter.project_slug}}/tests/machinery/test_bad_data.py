@@ -1,4 +1,4 @@
-"""Data that cannot be read, or are not what they should be: the samples are named, and all ranks end."""
+"""Tests of samples that cannot be read or have a wrong form: the error names the samples, and all ranks end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run.py benchmark`: each row is what it says, what cannot run has its reason, and what was measured is never lost."""
+"""Tests of `run.py benchmark`: each row runs what its name says or gives a reason, and interruption loses no result."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
 
 
 def living(folder: Path) -> list[str]:
-    """The command lines of the processes that run in this folder."""
+    """Return the command lines of the processes whose working directory is `folder`."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -97,7 +97,10 @@ def living(folder: Path) -> list[str]:
 
 
 def has_processes(folder: Path, is_right: Callable[[int], bool]) -> bool:
-    """Whether their number is right within a minute. A fork server imports to the end before it leaves."""
+    """Wait up to a minute until `is_right` accepts the number of processes in `folder`, and return the last answer.
+
+    The wait is needed because a fork server exits only after its imports are done.
+    """
     deadline = time.monotonic() + 60
     while not is_right(len(living(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -179,7 +182,7 @@ def test_single_gpu_has_the_rows_that_fit() -> None:
 
 
 def row_of(name: str, seconds: list[float], final_loss: float = 1.0) -> Row:
-    """A row that ran once for each of `seconds`."""
+    """Return a row with one run for each number of seconds per step in `seconds`."""
     run: dict[str, Any] = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0}
     run |= {"peak_memory_mib": 900.0, "devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}}
     run |= {"global_batch_size": 8, "waiting_share": 0.1}

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, rotated but for the best, safe to load; and anyone's weights to start from."""
+"""Tests of checkpoint files (written whole or not at all, rotated, safe to load) and of initial weights from a file."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_state_that_could_not_be_read_again_is_told_at_the_first_save(project: P
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker

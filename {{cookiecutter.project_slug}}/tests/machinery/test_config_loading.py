@@ -1,4 +1,4 @@
-"""config.yaml of the template, and how text becomes values: fields of every type that a DataConfig may have."""
+"""Tests of the template's config.yaml, and of how text becomes values in a DataConfig with fields of every type."""
 
 from __future__ import annotations
 
@@ -78,7 +78,10 @@ Read = Callable[..., tuple[str, dict[str, Any] | None]]
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
-    """Reads words and text with the DataConfig above: (its repr, plain values), or (message, None)."""
+    """Yield a function that reads settings (`words`) and a config.yaml (`text`) with the DataConfig above.
+
+    The function returns (the repr of the DataConfig, its plain values), or (the error message, None).
+    """
     folder = copy_project(tmp_path_factory.mktemp("project"))
     with (folder / PACKAGE / "dataset.py").open("a", encoding="utf-8") as file:
         file.write(DATA)

@@ -1,4 +1,4 @@
-"""DataParallel: one process, several GPUs; what copies of a model cannot do is refused."""
+"""Tests of strategy=data_parallel: one process drives several GPUs, and options that copies cannot have are refused."""
 
 from __future__ import annotations
 

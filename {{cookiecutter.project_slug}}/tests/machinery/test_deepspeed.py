@@ -1,4 +1,4 @@
-"""DeepSpeed: every stage computes what DDP computes, and its checkpoints are whole and anyone's."""
+"""Tests of strategy=deepspeed: each stage computes what DDP computes, and any strategy can load the checkpoints."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ OPTIONS = {  # of each stage
 
 
 def words(stage: int | None, num_ranks: int = 2) -> list[str]:
-    """A run of that stage; None: of DDP."""
+    """Return the settings of a run with the ZeRO stage `stage` of DeepSpeed, or with DDP if `stage` is None."""
     strategy = ["strategy=ddp"] if stage is None else ["strategy=deepspeed", f"deepspeed.zero_stage={stage}"]
     return [f"device_ids={','.join(['cpu'] * num_ranks)}", *strategy, *WORDS]
 
 
 def assert_same(project: Project, name: str, reference: str) -> None:
-    """Two runs are equal in what they print and in what they leave behind."""
+    """Assert that two runs have the same metrics and the same last checkpoint, within rounding errors."""
     tolerance = SAME[project.json(reference, "summary.json")["precision"]]
     for split in ("train", "validation"):
         lines, others = project.lines(name, split), project.lines(reference, split)

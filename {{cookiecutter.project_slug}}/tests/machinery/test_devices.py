@@ -1,4 +1,4 @@
-"""device_ids -> devices, on simulated GPUs. The runs that compete for them are real processes."""
+"""Tests of how device_ids become devices, on simulated GPUs. The runs that compete for them are real processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def take(
 
 
 def names(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any) -> list[str]:
-    """The names of the devices; their locks are released."""
+    """Return the names of the devices that a run would take, and release their locks."""
     devices = take(device_ids, nvml, mask, **options)
     for lock in devices.locks:
         lock.close()
@@ -56,7 +56,7 @@ def refusal(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None
 
 
 def states(lines: list[str]) -> list[str]:
-    """The last column of the table."""
+    """Return the last column of the table of GPUs: the state of each GPU."""
     return [re.split("  +", line)[-1] for line in lines if line.startswith("GPU ")]
 
 
@@ -69,7 +69,7 @@ def is_locked(nvml: SimulatedNvml, index: int) -> bool:
 
 @contextmanager
 def another_run(device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **launch: Any) -> Iterator[int]:
-    """The process id of a run that has taken its devices and keeps them."""
+    """Start a run that takes its devices and keeps them during the `with` body. Yield its process id."""
 
     def work(pipe: Connection) -> None:
         kept = take(device_ids, nvml, **launch)
@@ -346,7 +346,7 @@ def test_one_slice_of_a_gpu_is_one_device() -> None:
 
 
 def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitates `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of its neighbours."""
+    """The test imitates `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of the other local ranks."""
     store, nvml, config = dist.HashStore(), SimulatedNvml(9, 9), load_config(ROOT / "config.yaml")
     monkeypatch.setattr(module, "find_gpus", lambda environment, _: find_gpus(environment, nvml))
     monkeypatch.setattr(launcher, "find_gpus", lambda environment: find_gpus(environment, nvml))

@@ -1,5 +1,6 @@
-"""A disk that is full or cannot be written to ends the run in one line, with the last checkpoint whole; a slow one
-takes time, no more.
+"""Tests of disks: a full or read-only disk ends the run with a one-line error and leaves the last checkpoint whole.
+
+A slow disk costs time only, unless a write takes longer than launch.timeout_minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ needs_mounts = pytest.mark.skipif(not has_mounts(), reason="a file system of the
 
 
 def mounted(options: str, before: str = "true") -> list[str]:
-    """run.py, with runs/ on a file system of its own whose files are copied to kept/ afterwards."""
+    """Return a command that runs Python with runs/ on a file system of its own, and then copies runs/ to kept/."""
     script = (
         f'mkdir runs; mount -t tmpfs -o {options} tmpfs runs; {before}; "$0" "$@"; code=$?; cp -r runs kept; exit $code'
     )

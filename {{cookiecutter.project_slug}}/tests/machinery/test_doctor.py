@@ -1,4 +1,4 @@
-"""`run.py doctor` on a sound machine, and on machines with planted faults: each is named, with its remedy."""
+"""Tests of `run.py doctor` on a sound machine and with planted faults: it names each fault and gives a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def project(project: Project) -> Project:
 def consult(
     project: Project, *words: str, command: Sequence[str] = (sys.executable,), **variables: str
 ) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. It, and all that it has started, must have ended: those would hold stderr open."""
+    """Run `run.py doctor` and return its exit code, stdout and stderr.
+
+    The call fails unless all processes that the doctor has started end within 30 seconds: they hold stderr open.
+    """
     process = project.start("doctor", *words, command=command, **variables)
     try:
         output, errors = process.communicate(timeout=30)
@@ -46,7 +49,7 @@ def consult(
 
 
 def in_a_shell(lines: str) -> list[str]:
-    """A command that does `lines` and then becomes Python."""
+    """Return a command that executes `lines` in a shell, which then becomes Python."""
     return ["sh", "-ec", f'{lines}\nexec "$0" "$@"', sys.executable]
 
 
@@ -132,7 +135,7 @@ def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(proj
 
 
 def find(check: str, nvml: Any) -> list[Finding]:
-    """The findings of one check of the GPUs, with the driver's answers simulated."""
+    """Return the findings of the check named `check`, with `nvml` in place of the driver."""
     config = load_config(ROOT / "config.yaml")
     _, find_all, _ = CHECKS[NAMES.index(check)]
     return list(find_all(Machine(CommandLine(ROOT / "config.yaml"), nvml, config)))

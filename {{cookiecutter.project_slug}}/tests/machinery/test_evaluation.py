@@ -1,4 +1,4 @@
-"""Evaluation counts every sample once, on any number of ranks and in micro-batches of any size."""
+"""Tests that evaluation counts every sample once, on any number of ranks and in micro-batches of any size."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def unused_update("""
 
 
 def test_metrics_that_keep_lists_are_exact_where_ranks_are_uneven(project: Project) -> None:
-    """torchmetrics' own synchronisation crashes here: the ranks' lists differ in length, one is empty."""
+    """torchmetrics' own synchronisation crashes here: the ranks' lists differ in length, and one list is empty."""
     old = """
     from torchmetrics import MeanAbsoluteError, MetricCollection
 

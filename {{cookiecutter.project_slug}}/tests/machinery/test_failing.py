@@ -1,4 +1,4 @@
-"""A rank that fails, is killed or hangs ends all of them within seconds, says why, and leaves nothing behind."""
+"""Tests that a rank that fails, is killed or hangs ends all ranks within seconds, with a reason and no process left."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_last_words_of_a_rank_that_aborts_reach_the_console(project: Project) ->
 
 
 def test_traceback_of_a_rank_that_aborts_right_after_it_is_told() -> None:
-    """NCCL's watchdog may abort a rank whose traceback is stored already."""
+    """NCCL's watchdog may abort a rank that has already stored its traceback. The report must show that traceback."""
     store = dist.HashStore()
     store.set(FAILURE, json.dumps(Failure(1, 1, "its traceback")))
     told = _find_failure([1, -signal.SIGABRT], store)

@@ -1,4 +1,4 @@
-"""FSDP: each rank holds a part, and every option computes what DDP computes."""
+"""Tests of strategy=fsdp: each rank holds a part of each weight, and every option computes what DDP computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAME = 1e-5  # seven steps of sums in another order
 
 @pytest.fixture
 def context() -> Iterator[RankContext]:
-    """Rank 1 of 3, with collectives that do nothing."""
+    """Yield the context of rank 1 of 3, with collectives that do nothing."""
     if dist.is_initialized():  # DeepSpeed's tests leave theirs in this process
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
@@ -206,7 +206,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_rank_keeps_whole_weights_or_gradients(project: Project, precision: str) -> None:
-    """Between forward and backward, and between two micro-batches."""
+    """No whole weight lives between forward and backward, and no whole gradient between two micro-batches."""
     # Widths of which half is no width of another weight: parts do not look like whole ones.
     project.edit("model.py", "def build_model(", TRANSFORMER.lstrip().replace("16", "20").replace("32", "44"))
     project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")

@@ -1,4 +1,4 @@
-"""Tests that need a GPU (`make test-gpu`). Two gloo ranks may share one; NCCL between two ranks needs two GPUs."""
+"""Tests that need a GPU (`make test-gpu`). Two ranks with gloo may share one GPU; two ranks with NCCL need two GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP32 = ("training.precision=fp32", "training.tf32=false")
 
 
 def run(project: Project, *words: str, code: int = 0, command: tuple[str, ...] = (sys.executable,)) -> str:
-    """A start of its own: no earlier test's process holds the GPU."""
+    """Run run.py in a new process, so that no process of an earlier test holds the GPU."""
     return project.run(*words, code=code, command=command)
 
 
@@ -46,7 +46,7 @@ def test_losses_are_those_of_the_cpu(project: Project, strategy: str, devices: t
 
 
 def test_group_of_nccl_with_one_rank_trains(project: Project) -> None:
-    """One rank makes a group only if its weights lie elsewhere than where it computes."""
+    """A single rank creates a process group only if its weights are not on the device that computes."""
     run(project, "name=plain", *ONE, *FP32)
     words = ("device_ids=0", "launch.backend=nccl", "strategy=fsdp", "fsdp.cpu_offload=true")
     run(project, "name=nccl", *words, *FP32, command=TORCHRUN)

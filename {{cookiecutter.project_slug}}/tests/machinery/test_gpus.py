@@ -1,4 +1,4 @@
-"""The GPUs of a simulated NVML and, where there is one, of this machine; locks between real processes of two users."""
+"""Tests of finding GPUs, simulated ones and this machine's own, and of locks between real processes of two users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find(nvml: SimulatedNvml | None, mask: str | None = None) -> Gpus:
     return find_gpus({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}, nvml)
 
 
-# What NVML tells
+# What NVML reports
 
 
 def test_simulation_has_the_interface_of_pynvml() -> None:
@@ -112,7 +112,7 @@ def test_cuda_i_is_the_gpu_that_nvml_names() -> None:
 
 
 def hold(name: str) -> Callable[[Connection], None]:
-    """Work for a child: take a lock, tell whether that succeeded, keep it."""
+    """Return a function for child(): it takes the lock `name`, sends whether that succeeded, and keeps the lock."""
 
     def work(pipe: Connection) -> None:
         lock = take_lock(name)

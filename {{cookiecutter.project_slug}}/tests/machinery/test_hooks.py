@@ -1,4 +1,4 @@
-"""The optional functions of model.py, on one rank and on two, before and after a resume."""
+"""Tests of the optional functions of model.py, on one rank and on two, before and after a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on(num_ranks: int, *words: str) -> list[str]:
 
 
 def assert_close(lines: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-10) -> None:
-    """The same keys, and numbers within a relative tolerance."""
+    """Assert that all lines have the expected keys, and numbers within a relative tolerance."""
     assert [line.pop("split") for line in lines] == [line.pop("split") for line in expected] and lines
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=tolerance)
@@ -128,7 +128,7 @@ def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Projec
 
 
 def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) -> None:
-    """Also where the checkpoint is of the epoch's end, before the hook's call."""
+    """This holds even for a checkpoint from the end of an epoch, saved before the hook is called for the next epoch."""
     hook = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    model[2].p = 0.1 * epoch\n"
     project.append("model.py", f"{hook}    model[3].bias.data.fill_(epoch)")
     project.run("device_ids=cpu,cpu")
@@ -139,7 +139,7 @@ def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) 
 
 
 def test_part_that_the_user_sets_to_eval_mode_stays_in_it(project: Project) -> None:
-    """From the first step on, over evaluations, until the user sets it to training mode."""
+    """The part stays in eval mode over steps and evaluations until the user sets it to training mode."""
     hooks = """
 def on_epoch_begin(model: Any, epoch: int) -> None:
     model[2].train(epoch >= 2)
@@ -247,7 +247,7 @@ def after_step(model: nn.Module, step: int, log: Any) -> None:
 
 
 def test_several_optimizers_step_together_and_resume(project: Project) -> None:
-    """Muon for matrices, AdamW for the rest; each with a rate of its own that follows the schedule."""
+    """Muon trains the matrices and AdamW the rest. Each has its own learning rate, which follows the schedule."""
     project.append(
         "model.py",
         """

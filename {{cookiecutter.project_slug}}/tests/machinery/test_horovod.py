@@ -1,4 +1,4 @@
-"""Tests of Horovod alone; test_strategies.py has those that hold for every strategy."""
+"""Tests of strategy=horovod alone. The tests that every strategy must pass are in test_strategies.py."""
 
 from __future__ import annotations
 

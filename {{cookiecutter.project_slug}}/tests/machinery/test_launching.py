@@ -1,4 +1,4 @@
-"""Starting ranks: by run.py itself, by torchrun with restarts, on several nodes; the launchers' environments."""
+"""Tests of starting ranks: by run.py itself, by torchrun with restarts, on several nodes, and under other launchers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.Monk
 def test_interface_is_that_of_the_narrowest_route(
     monkeypatch: pytest.MonkeyPatch, address: str, interface: str
 ) -> None:
-    """127.0.1.1: what Debian's /etc/hosts says of the own name."""
+    """127.0.1.1 is the address that Debian's /etc/hosts gives for the machine's own name."""
     routes = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 docker0 000011AC 00000000 0001 0 0 0 0000FFFF 0 0 0
 eth0 00000000 010200C0 0003 0 0 0 00000000 0 0 0
@@ -146,7 +146,7 @@ ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
 
 
 def rank(number: int, port: int, **variables: str) -> dict[str, str]:
-    """The environment that torchrun gives one of two ranks."""
+    """Return the environment that torchrun gives to rank `number` of two ranks."""
     rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
 
@@ -211,7 +211,7 @@ def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project:
 
 
 def own_address() -> str:
-    """This host's address on its network, which no packet leaves for; the loopback if it has no network."""
+    """Return this host's address on its network, or 127.0.0.1 without a network. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("203.0.113.1", 9))

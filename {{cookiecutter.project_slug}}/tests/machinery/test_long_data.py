@@ -1,4 +1,4 @@
-"""The order of very long data sets, which is computed where it is looked at."""
+"""Tests of the order of very long data sets, which is computed only for the indices that are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from template_package.launching.distributed import RankContext
 
 
 class Indices(Dataset[int]):
-    """Sample i is i."""
+    """A data set in which sample i is the number i."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples

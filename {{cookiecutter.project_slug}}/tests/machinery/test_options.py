@@ -1,4 +1,4 @@
-"""Each switch does what its name says, and would be missed if it did nothing; what is wrong ends the run."""
+"""Tests that each option has a visible effect, and that faults such as a flipped bit or a NaN loss end the run."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class Block(nn.Linear):
 
 
 class Blocks(nn.Module):
-    """Two blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks: Any = nn.ModuleList([Block(4, 4), Block(4, 4)])
@@ -97,7 +95,7 @@ def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None
 
 
 def test_transposed_buffer_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL refuses such tensors; gloo takes them."""
+    """NCCL, which the test imitates, refuses tensors that are not contiguous. gloo accepts them."""
 
     def broadcast(tensor: Tensor, src: int) -> None:
         if not tensor.is_contiguous():
@@ -216,7 +214,7 @@ def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(pro
     assert fp16 != plain and fp16 == pytest.approx(plain, rel=1e-2)
     assert unused == pytest.approx(plain, rel=1e-6)
     assert static == pytest.approx(plain, rel=1e-6)  # the parameter is found unused in the first step
-    # A parameter that never had a gradient has no optimizer state; the run goes on all the same.
+    # A parameter that never had a gradient has no optimizer state; the run continues all the same.
     for name in ("unused", "static"):
         project.run(f"name={name}", *cases[name], "training.epochs=2")
         assert [line["step"] for line in project.lines(name)] == list(range(1, 15))
@@ -268,7 +266,7 @@ def compute_loss(model, batch):
 
 
 def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> None:
-    """A Mac's GPU, imitated: from the first forward pass on, an operation that results in float64 fails."""
+    """The test imitates a Mac's GPU: from the first forward pass on, every operation with a float64 result fails."""
     project.append("model.py", NO_FLOAT64 + "RankContext.sum_dtype = torch.float32\n")
     own_process = [sys.executable]  # the mode would stay in the session's
     words = ("training.max_gradient_norm=1", "training.ema_decay=0.9", "training.global_batch_size=30")

@@ -1,4 +1,4 @@
-"""Each input is answered once, in its place, by any number of ranks."""
+"""Tests that `run.py predict` answers each input once, in the order of the inputs, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, and the processes that read them."""
+"""Tests of moving batches to the device, and of the worker processes that read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from template_package.training.evaluation import EvaluationLoader
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping whose items are attributes too, as a tokenizer returns it."""
+    """A mapping whose items are also attributes, like the result of a tokenizer."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self.data:
@@ -77,7 +77,7 @@ def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> 
 
 
 def test_evaluation_begins_with_the_longest_samples() -> None:
-    """The first batch is rehearsed before step 1: if the others were larger, memory would run out after training."""
+    """The first batch is rehearsed before step 1. If a later batch were larger, memory would run out after training."""
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [

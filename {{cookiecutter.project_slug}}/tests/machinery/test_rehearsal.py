@@ -1,4 +1,4 @@
-"""Faults of the user's model, and too little memory, are found in the rehearsal or end in a run that goes on."""
+"""Tests that mistakes in the user's model end the run, mostly in the rehearsal; a run that lacks memory continues."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None
 
 
 def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: Project) -> None:
-    """103 samples: in batches of 100 the last leaves the ranks 2 and 1; in batches of 96, 4 and 3, each cut in two."""
+    """Of 103 samples, batches of 100 leave 3 (2 and 1 per rank); batches of 96 leave 7 (in parts of 2, 2, 2 and 1)."""
     project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
     words = ("device_ids=cpu,cpu", "training.global_batch_size=100", "training.epochs=1")
     output = project.run(*words, code=2)
@@ -116,7 +116,7 @@ def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: 
 
 
 def test_local_rank_0_alone_builds_first_however_long_it_takes(project: Project) -> None:
-    """Downloads happen once a node; the others wait for longer than any time-out of a collective."""
+    """Local rank 0 may download data. The other ranks wait, even for longer than the time-out of a collective."""
     code = "import time, torch.distributed as dist; time.sleep(4 * (dist.get_rank() == 0)); print('TASK', time.time())"
     project.edit("model.py", "    model: Any = nn.Seq", f"    {code.replace('TASK', 'built')}\n    model: Any = nn.Seq")
     project.append(

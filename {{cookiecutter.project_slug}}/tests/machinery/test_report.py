@@ -1,4 +1,4 @@
-"""A report says of each class what scikit-learn would, on the page and on the console."""
+"""Tests that a report gives the scores of scikit-learn for each class, also in the console's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html shows the numbers of the run's files, for one run or several, and nothing in them becomes markup."""
+"""Tests of report.html: it shows the numbers of one run or of several, and no text from a file becomes markup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVIL = "<script>alert('$x$')</script>&\"'"
 
 
 class Page(HTMLParser):
-    """The text of a page, the tags in it, and all that it would load."""
+    """The text of a page, the page's tags, and all addresses that the page would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 
 def make_run(folder: Path, name: str, *, seed: int, rate: float, loss: float) -> Path:
-    """The files of a run that has ended."""
+    """Write the files of a run that has ended, and return the run's folder."""
     directory = folder / name
     (directory / "logs").mkdir(parents=True)
     config = {"name": name, "seed": seed, "optimizer": {"learning_rate": rate}}

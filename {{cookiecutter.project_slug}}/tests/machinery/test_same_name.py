@@ -1,4 +1,4 @@
-"""The same name again, in rare cases: where a run begins, where it continues, and what is refused."""
+"""Tests of rare cases in which a command names an existing run: the run resumes, or the command is refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_run_is_not_continued_on_fewer_samples(project: Project) -> None:
     project.edit("dataset.py", "kind(config, config.num_samples, 1", "kind(config, config.num_samples - 13, 1")
     output = project.run(code=2)
     assert "name=run: was begun with 103 training samples, and there are 90 now" in output and "name=…" in output
-    # A checkpoint of an older version does not tell its data's length. Its steps are not counted anew.
+    # A checkpoint of an older version does not hold its data's length. Its steps keep their numbers.
     state = project.checkpoint("run", 14)
     del state["early_stopping"]["num_samples"]
     CheckpointFolder(project.directory("run") / "checkpoints").save(state)

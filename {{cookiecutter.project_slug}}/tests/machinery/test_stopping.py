@@ -1,5 +1,6 @@
-"""A run that is asked to stop, in any of its processes and in any phase: all ranks end after the same step, which is
-saved, and the same command continues as if nothing had happened.
+"""Tests of a run that is asked to stop, in any of its processes and in any phase.
+
+All ranks end after the same step, which is saved. The same command then resumes the run as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def tell_group(project: Project, number: int) -> None:
 
 
 def tell_every_process(project: Project, number: int) -> None:
-    """Loader workers too."""
+    """Send the signal to the launcher, to both ranks and to their loader workers."""
     ranks = [pid_of(project, 0), pid_of(project, 1)]
     for pid in (*(worker for rank in ranks for worker in children(rank)), *ranks, project.session.pid):
         os.kill(pid, number)
@@ -226,7 +227,7 @@ def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_
         (project.folder / "seconds_per_evaluation").write_text(str(seconds), encoding="utf-8")
         wanted = num_lines(project) + 1
         restarts = (
-            f"--max-restarts={2 if number else 0}"  # the agent starts again when a rank ends, not when it is told
+            f"--max-restarts={2 if number else 0}"  # the agent starts again when a rank ends, not when it gets a signal
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split(), restarts]
         process = project.start(*words, command=torchrun)
@@ -248,7 +249,7 @@ def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_
 
 
 def num_lines(project: Project, name: str = "run") -> int:
-    """Lines of training figures in the run's metrics.jsonl."""
+    """Return the number of training lines in the run's metrics.jsonl."""
     metrics = project.directory(name) / "metrics.jsonl"
     return metrics.read_text(encoding="utf-8").count('"train"') if metrics.exists() else 0
 
@@ -263,8 +264,10 @@ def signalled(
     after_lines: int,
     after_seconds: float = 0.0,
 ) -> Iterator[list[float]]:
-    """While the body runs a command in the session, tell it when the run has written so many lines more of training
-    figures than it has now. Yields a list that gets the moment.
+    """Call `tell` while the `with` body runs a command in the session.
+
+    The call comes `after_seconds` after the run has written `after_lines` more training lines to metrics.jsonl.
+    Yield a list to which the time of the call is appended.
     """
     project.session.start()
     wanted, deadline, sent = num_lines(project, name) + after_lines, time.monotonic() + 60, list[float]()

@@ -1,4 +1,4 @@
-"""Tests for every strategy: it trains as one process does, evaluates exactly, and its checkpoints are anyone's."""
+"""Tests of every strategy: it trains as one process does, evaluates exactly, and loads every strategy's checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from template_package.training.schedule import set_learning_rate
 from conftest import PACKAGE, ROOT, Project, Session
 from test_resuming import RANDOM, assert_equal
 
-LIBRARIES = {  # what each strategy needs beside torch itself
+LIBRARIES = {  # what each strategy needs besides torch itself
     "ddp": "torch",
     "data_parallel": "torch",
     "fsdp": "torch",
@@ -61,7 +61,7 @@ CASES = {
     "weighted": ["model.is_weighted=true", "data.max_length=9"],  # a loss_weight, unequal between ranks
 }
 LOSS_WEIGHT = "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()"
-"""All lengths are 1, so this is the number of samples, but in the case `weighted`."""
+"""The weight is the number of samples, because all lengths are 1, except in the case `weighted`."""
 # What 20 steps of AdamW make of sums in another order. A wrong weight, order or clipping is off by more than 1e-3.
 SAME_RUN = 2e-4
 # Two steps from the same state: sums in another order; in bf16 (8 bits) also what is rounded before it is added up.
@@ -69,14 +69,14 @@ NEXT_LOSSES = {"fp32": 1e-5, "bf16": 1e-3}
 
 
 class Runs:
-    """The runs of every strategy, made when they are first asked for."""
+    """The runs of every strategy, which are trained when they are first needed."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
         self._trained: set[str] = set()
 
     def of(self, strategy: str) -> Project:
-        """The project in which the strategy's cases have been trained, as "<strategy>-<case>"."""
+        """Return the project in which the cases of `strategy` have been trained, as runs named "<strategy>-<case>"."""
         if strategy not in self._trained:
             self._trained.add(strategy)
             self.project.run_many({f"{strategy}-{case}": [*words(strategy), *more] for case, more in CASES.items()})
@@ -84,7 +84,7 @@ class Runs:
 
 
 def words(strategy: str) -> list[str]:
-    """The settings of a run with this strategy, without those of a case."""
+    """Return the settings of a run with `strategy`, without the settings of a case."""
     name = "ddp" if strategy == SINGLE else strategy
     return [f"strategy={name}", f"device_ids={DEVICES.get(strategy, 'cpu,cpu')}", *COMMON]
 

@@ -1,4 +1,4 @@
-"""Training sets without a length: every item once a pass over two ranks, and after a kill the same items as without."""
+"""Tests of training sets without a length: two ranks read every item once a pass, with or without a kill."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ WORDS = ["device_ids=cpu,cpu", "training.max_steps=13", "training.global_batch_s
 
 @pytest.fixture
 def streams(project: Project) -> Project:
-    """A project that writes down the items of each step."""
+    """Return a project that records the items of each step."""
     project.append("dataset.py", STREAMS)
     project.append("trainer.py", RECORD)
     project.edit("trainer.py", LOOP, CALL + LOOP)
@@ -146,7 +146,7 @@ def streams(project: Project) -> Project:
 
 
 def steps_of(project: Project, name: str, rank: int) -> list[dict[str, Any]]:
-    """The items of each step, and the sum of its micro-batches' weights. Of a step that was repeated, the last time."""
+    """Return the items and the summed weights of each step on `rank`. Only the last try of a repeated step counts."""
     steps: dict[int, dict[str, Any]] = {}
     items, weight = list[Any](), 0.0
     for line in (project.directory(name) / f"items_{rank}.jsonl").read_text(encoding="utf-8").splitlines():
@@ -159,7 +159,7 @@ def steps_of(project: Project, name: str, rank: int) -> list[dict[str, Any]]:
 
 
 def passes(project: Project, name: str) -> list[list[int]]:
-    """The items of each whole pass, over both ranks, after a look at the weights."""
+    """Return the items that both ranks read in each whole pass. Assert that each step's sizes and weights are right."""
     steps = zip(steps_of(project, name, 0), steps_of(project, name, 1), strict=True)
     found, seen = [], list[int]()
     for first, second in steps:

@@ -1,4 +1,4 @@
-"""The structure of the package: imports run one way, and the trainer does not know which strategy it trains with."""
+"""Tests of the package's structure: imports run one way, and the trainer does not know which strategy it uses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "errors": "",
     "__init__": "",
 }
-"""The modules of ours that each part of the package may import, besides its own folder."""
+"""For each part of the package, the other parts or modules that it may import."""
 NOT_STRATEGIES = {"__init__", "base", "common", "library_environment"}
 
 
@@ -40,13 +40,13 @@ def package_files() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The name of a file's module without the package's: training.checkpoint, strategies, run."""
+    """Return the name of a file's module without the package's name, such as `training.checkpoint` or `run`."""
     parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
 def imports_of(source: str, path: Path) -> set[str]:
-    """The modules of ours that the source imports if it stands at `path`; `?…` if it cannot be followed."""
+    """Return the project modules that `source`, as the file `path`, imports. `?…` marks an unresolvable import."""
     folder = path.relative_to(PACKAGE).parent.parts if path.is_relative_to(PACKAGE) else ()
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -73,7 +73,7 @@ def imports_of(source: str, path: Path) -> set[str]:
 
 
 def forbidden_imports(source: str, path: Path) -> list[str]:
-    """The imports of the source that MAY_IMPORT does not list."""
+    """Return the imports of `source` that MAY_IMPORT does not allow."""
     own = name_of(path)
     part = re.sub("^options_.*", "options", own.partition(".")[0])
     assert part in MAY_IMPORT, f"{own}: MAY_IMPORT does not say what it may import"
@@ -90,7 +90,7 @@ def strategy_names() -> set[str]:
 
 
 def mentions_of_strategies(source: str) -> list[str]:
-    """Names and texts of the source in which the name of a strategy stands, as a whole or in part."""
+    """Return the names and strings in `source` that contain the name of a strategy."""
     words = []
     for node in ast.walk(ast.parse(source)):
         words += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
@@ -102,7 +102,7 @@ def mentions_of_strategies(source: str) -> list[str]:
 
 
 def conditions_on_strategies(source: str) -> list[str]:
-    """Conditions of the source that ask for the strategy, by config.strategy or by the type of its object."""
+    """Return the conditions in `source` that test config.strategy or the type of the strategy object."""
     return [
         ast.unparse(condition)
         for condition in _conditions(ast.parse(source))

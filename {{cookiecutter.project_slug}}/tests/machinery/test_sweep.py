@@ -1,4 +1,4 @@
-"""`run.py sweep`: its runs are those of single commands, whatever is killed. A mistake is told before they start."""
+"""Tests of `run.py sweep`: its runs equal single runs, even after kills, and mistakes are reported before any run."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def write_sweep(project: Project, content: dict[str, Any]) -> str:
 
 
 def sweep(project: Project, *words: str) -> tuple[int, str]:
-    """Exit code and output of the sweep, whose runs are real processes."""
+    """Run the sweep, whose runs are real processes, and return its exit code and its output."""
     process = project.start("sweep", "sweep.yaml", *words)
     output = "".join(process.communicate(timeout=500))
     return process.returncode, output
 
 
 def results(project: Project) -> dict[str, dict[str, Any]]:
-    """The runs of sweep.json by name."""
+    """Return the runs of sweep.json by name."""
     return {run["name"]: run for run in project.json("s", "sweep.json")["runs"]}
 
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, num_files: int) -> None:
-    """Return once so many runs have trained a step."""
+    """Wait until `num_files` runs in `folder` have trained a step."""
     deadline = time.monotonic() + 120
     while len([path for path in folder.glob("*/metrics.jsonl") if path.stat().st_size]) < num_files:
         assert process.poll() is None and time.monotonic() < deadline
@@ -57,7 +57,7 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, num_files: int)
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The command lines of all living processes in which the folder is named."""
+    """Return all command lines of living processes that contain the path `folder`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""The files and words of a run while it trains: metrics.jsonl, trackers, media, console, the bar, ranks' logs."""
+"""Tests of a run's output: metrics.jsonl, trackers, media, the console, the progress bar and the ranks' logs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def open_tracking(
 
 
 def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = "none", is_main: bool = True) -> None:
-    """Steps of a run, each with a line for training and, every second step, one for validation; media at the end."""
+    """Record a training line for each step, a validation line for every second step, and media at the end."""
     directory.mkdir(parents=True, exist_ok=True)
     tracking = open_tracking(directory, resumed_step, 12, tracker=tracker, is_main=is_main)
     for step in range(resumed_step + 1, last_step + 1):
@@ -91,12 +91,12 @@ def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = 
 
 
 def environment(*paths: Path) -> dict[str, str]:
-    """The environment of a process that imports from `paths` first, and from this project."""
+    """Return the environment of a process that imports from `paths` first, and then from this project."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "PYTHONUTF8": "1"}
 
 
 def screen(output: str) -> list[str]:
-    """The lines on a terminal after `output`: a carriage return goes back to the line's start, and text overwrites."""
+    """Return the lines that a terminal shows after `output`. Text after a carriage return overwrites the line."""
     lines, column = [""], 0
     for character in output:
         if character == "\n":
@@ -185,7 +185,7 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The package's warnings so far."""
+    """Return a list to which the package's warnings are appended."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
@@ -289,7 +289,7 @@ def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.C
 
 
 def read_media(directory: Path) -> dict[str, Any]:
-    """{name of the file: pixels or text} of a run's media."""
+    """Return a dict from the file names of a run's media to their pixels or text."""
     return {
         path.name: path.read_text(encoding="utf-8") if path.suffix == ".txt" else np.asarray(Image.open(path)).tolist()
         for path in (directory / "media").iterdir()
@@ -397,7 +397,7 @@ def test_tracker_that_fails_leaves_the_others_going(
 
 
 def track_twice(directory: Path, tracker: str, **variables: str) -> None:
-    """In two processes: steps 1 to 7 of a run, which goes on after step 4 and ends with step 10."""
+    """Track steps 1 to 7 of a run in one process, then resume after step 4 in another and track until step 10."""
     for words in (f"Path({str(directory)!r}), 0, 7", f"Path({str(directory)!r}), 4, 10"):
         code = f"from pathlib import Path; from test_tracking import track; track({words}, tracker={tracker!r})"
         command = [sys.executable, "-c", code]
@@ -415,7 +415,7 @@ def track_twice(directory: Path, tracker: str, **variables: str) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """project/runs/run"""
+    """Return the folder project/runs/run. Only its parents exist."""
     directory = tmp_path / "project" / "runs" / "run"
     directory.parent.mkdir(parents=True)
     return directory

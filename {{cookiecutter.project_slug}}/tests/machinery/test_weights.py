@@ -1,4 +1,4 @@
-"""Weights of samples, of classes and of a loss: what they give does not depend on ranks and micro-batches."""
+"""Tests of weights of samples, classes and losses: results do not depend on the number of ranks or on micro-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DOUBLE = ("model.dtype=float64", "data.dtype=float64", "schedule.name=constant")
 
 
 class Weighted(Dataset[Any]):
-    """Sample i is (i, a random number), and is drawn in proportion to i % 4."""
+    """A data set in which sample i is (i, a random number) and is drawn in proportion to `weights[i]`."""
 
     def __init__(self, weights: Any) -> None:
         self.sample_weights = weights
@@ -43,7 +43,7 @@ def _default_collate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(dataset: Weighted, world_size: int, epoch: int, position: int = 0) -> list[list[tuple[int, float]]]:
-    """(index, random number) of all ranks' samples in each step from there to the epoch's end."""
+    """Return (index, random number) of all ranks' samples for each step from `position` to the end of the epoch."""
     steps: list[list[tuple[int, float]]] = [[] for _ in range(-(-(NUM_SAMPLES - position) // GLOBAL_BATCH_SIZE))]
     for rank in range(world_size):
         context = RankContext(rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Data for the tests: regression on fixed random numbers."""
+"""Data for the tests: a regression on random numbers, which are the same in every run."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ class DataConfig:
     num_validation: int = 37
     dtype: str = "float32"
     noise: float = 0.0
-    """Random augmentation of training items."""
+    """Standard deviation of the random numbers that augment the inputs of training items."""
     min_length: int = 1
     max_length: int = 1
-    """Lengths of samples are drawn from min_length to max_length."""
+    """Lengths of samples are drawn from min_length to max_length, both included."""
 
 
 class Batch(NamedTuple):

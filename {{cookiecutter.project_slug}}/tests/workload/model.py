@@ -1,4 +1,4 @@
-"""A model for the tests: six tensors, with a loss of the kind that loss_weight is for, and a fault."""
+"""A model for the tests: it has six tensors, a loss that may need loss_weight(), and a fault to switch on."""
 
 import time
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     is_weighted: bool = False
-    """The loss is a mean over the samples' lengths, not over samples."""
+    """Weight each sample's loss by the sample's length."""
     seconds_per_step: float = 0.0
     fault: str = "none"
-    """raise: fault_rank fails in fault_step."""
+    """With the value "raise", rank fault_rank raises an error in step fault_step."""
     fault_rank: int = 1
     fault_step: int = 3
 

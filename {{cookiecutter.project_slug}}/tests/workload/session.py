@@ -1,7 +1,7 @@
-"""Runs the tests' commands one after the other in one process, whose fork server stays warm: ranks start in a second.
+"""Runs the tests' commands one after the other in one process. Its fork server stays up, so ranks start in a second.
 
-python session.py FD: reads lines of JSON, {"folder", "script", "words"}, and writes each command's exit code to file
-descriptor FD. What the commands and their ranks print goes to stdout. One rank runs in this process.
+`python session.py FD` reads lines of JSON, {"folder", "script", "words"}, and writes each command's exit code to file
+descriptor FD. The output of the commands and their ranks goes to stdout. A single rank runs in this process itself.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from template_package.launching.processes import start_fork_server
 
 
 def run(folder: str, script: str, words: list[str]) -> int:
-    """The exit code of `python <script>.py <words>`, typed in the folder, with that folder's modules."""
+    """Run `python <script>.py <words>` in the folder, with that folder's modules. Return the exit code."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("template_package", "run", "session"):
             del sys.modules[name]
@@ -35,7 +35,7 @@ def run(folder: str, script: str, words: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of several trainings in the same ranks, to save starts: '[["name=a", ...], ["name=b", ...]]'."""
+    """Train several runs, '[["name=a", …], ["name=b", …]]', in the same ranks, to save starts. Return the exit code."""
     from template_package.config import load_config
     from template_package.launching.launcher import find_node, launch
 

@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures every way that this machine allows to train your model on your data.
+"""`python run.py benchmark`: measures the speed of your training on this machine, with each strategy and precision.
 
 Each run is an ordinary training of some steps. The figures come from the files that the run writes.
 """
@@ -83,7 +83,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 
 def main(line: CommandLine) -> int:
-    """Write the table, also after a stop. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Write the table, even if stopped. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
@@ -120,7 +120,7 @@ def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: 
 
 
 def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
-    """Train once and add the figures to row.runs. If the training fails, set row.reason to the cause and its log."""
+    """Train once and add the figures to row.runs. If the training fails, set row.reason: the cause and the log file."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
     with start_run([*arguments, *row.arguments], folder, log) as process:
@@ -166,9 +166,9 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return for each row that ran the medians of its runs, its `speed_up` over the first one, and its command.
+    """Return, for each row that ran, the medians of its runs, its command and its `speed_up` over the first row.
 
-    is_loss_wrong: the loss is NaN or fell less than half as far as the first row's. typed: user's arguments.
+    `is_loss_wrong` says that the loss is NaN or fell less than half as far as in the first row. typed: sys.argv.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):

@@ -1,7 +1,7 @@
-"""`python run.py doctor`: tells what breaks runs here, one line per check, with its remedy; `--json` for machines.
+"""`python run.py doctor`: shows what would break runs here, one line per check, with a remedy; `--json` for machines.
 
-The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. The
-parent needs neither torch nor your files: the check functions import them.
+The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. It
+does not import torch or your files, which may be broken: the check functions do.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check /dev/shm: loader workers pass batches through it, and NCCL passes data between GPUs without a link."""
+    """Check /dev/shm: loader workers pass batches through it, and so does NCCL with data of GPUs that lack a link."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
@@ -202,13 +202,13 @@ def check_gloo(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce over all GPUs that a run would take. It starts a kernel even if there is only one GPU."""
+    """Run an all-reduce over all GPUs that a run would take; with a single GPU this still shows that kernels run."""
     if machine.gpus:
         yield _all_reduce("GPU link", machine.gpus, machine.config)
 
 
 def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
-    """Start ranks as a run does. The first rank that fails prints a traceback, headed by rank, host and device."""
+    """All-reduce between ranks that are started as in a run. The first that fails prints its name and traceback."""
     from ...launching.devices import Devices
     from ...launching.launcher import Node, launch
 
@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """Raise ArithmeticError if the sum over the ranks is wrong, as it is where an IOMMU blocks copies between GPUs."""
+    """All-reduce a one from each rank. Raise ArithmeticError on a wrong sum: an IOMMU may break copies between GPUs."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context

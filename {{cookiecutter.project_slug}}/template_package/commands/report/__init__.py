@@ -1,4 +1,4 @@
-"""`python run.py report [NAME…]`: one file that shows a run, or compares several, and opens anywhere without a network.
+"""`python run.py report [NAME…]`: writes one HTML file that shows a run or compares several; it needs no network.
 
 The content comes from the runs' files. page.html (Jinja) lays it out and escapes it, and matplotlib draws the curves.
 """
@@ -111,7 +111,7 @@ def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def class_table(path: Path) -> str:
-    """Format the scores of each class and the confusion matrix of a file in reports/, for the console."""
+    """Format a file of reports/ for the console: the scores of each class, and the confusion matrix."""
     report = read_json(path)
     lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
     for row in rows:
@@ -123,7 +123,7 @@ def class_table(path: Path) -> str:
 
 
 def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
-    """Collect the differences between several runs, and means over seeds, for their report."""
+    """Collect the contents of a report on several runs: their differences, and means over seeds."""
     configs, runs = [*map(read_config, directories)], []
     all_keys = dict.fromkeys(key for key in chain(*configs) if key != "name")
     keys = [key for key in all_keys if len({one_line(config.get(key)) for config in configs}) > 1]
@@ -151,7 +151,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
-    """Draw metrics.jsonl as <svg> texts: for one run a figure per metric, for several one per split and metric."""
+    """Draw metrics.jsonl as <svg> texts. One run: a figure per metric. Several runs: a figure per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them

@@ -1,7 +1,7 @@
-"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. Type it again to continue.
+"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. The same command continues.
 
-Each run is a child process `python run.py …` with files in runs/<sweep>/. It takes locks, waits for GPUs
-and resumes like any run. Stopping the sweep stops its runs. A restart reads their files and sweep.json.
+Each run is a child process `python run.py …` with its files in runs/<sweep>/. It locks GPUs, waits for them
+and resumes like any run. Stopping the sweep stops its runs. The next start reads sweep.json and the runs' files.
 """
 
 import json
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates; for optuna only samples, which serve to check the keys."""
+        """Return each run's settings, without duplicates. For optuna, return drawn ones, only to check the keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. A run in sweep.json keeps its name and, with unchanged config and overrides, its result."""
+        """List the runs. A run in sweep.json keeps its name, and also its result if the config is still the same."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -208,7 +208,7 @@ class SweepRunner:
         return run
 
     def list_arguments(self, run: Run) -> list[str]:
-        """Return the settings of the run's command line."""
+        """Return the arguments of the run's command line."""
         arguments = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
         settings = as_arguments(run.settings).items()
         return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]

@@ -24,7 +24,7 @@ OWNERS = {  # the key of config.yaml that decides a key of DeepSpeed's
 def build_settings(options: Options, max_norm: float | None, precision: str, num_elements: int) -> dict[str, Any]:
     """Return DeepSpeed's settings for a model of `num_elements` parameters, with `deepspeed.extra` merged in.
 
-    Raise ConfigError for an extra key that config.yaml sets elsewhere, and settings that DeepSpeed refuses.
+    Raise ConfigError for an extra key that config.yaml sets elsewhere, or for settings that DeepSpeed refuses.
     """
     import deepspeed
 
@@ -54,7 +54,7 @@ def build_settings(options: Options, max_norm: float | None, precision: str, num
 
 
 def check_optimizer(optimizer: Optimizer, options: Options) -> None:
-    """Raise ConfigError if the optimizer may give other results on the flat pieces that ZeRO makes of weights."""
+    """Raise ConfigError if the optimizer may give another result on ZeRO's flat shards than on whole weights."""
     is_elementwise = type(optimizer) in (Adam, AdamW, SGD, RMSprop)
     if options.zero_stage > 0 and not is_elementwise and not options.extra.get("zero_allow_untested_optimizer"):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Gathers the ranks' shards of weights and optimizer state under ZeRO for checkpoints, and shards them again.
 
-Only DeepSpeed can read its own checkpoints. So this file uses names that are not in DeepSpeed's API,
-but exist in the version that constraints.txt pins.
+DeepSpeed's own checkpoints can be read by DeepSpeed alone, and its API shows no shards. So this file uses private
+attributes of the DeepSpeed version that constraints.txt pins.
 """
 
 from typing import Any
@@ -49,11 +49,11 @@ class Groups:
         self.trained = [name for group in self._trained for name in group]
 
     def leave_trained(self, optimizer: Optimizer) -> None:
-        """Remove the groups that train nothing: stages 1 and 2 fail on them, stage 3 counts them inconsistently."""
+        """Remove the groups without trained parameters: stages 1 and 2 fail on them, stage 3 miscounts them."""
         optimizer.param_groups = [group for group, names in zip(self._groups, self._trained, strict=True) if names]
 
     def saved(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return all groups as checkpoints have them. groups: DeepSpeed's, without the groups that train nothing."""
+        """Return all groups in the format of checkpoints. groups: DeepSpeed's, without the frozen ones."""
         left = iter(groups)
         present = [next(left) if names else group for group, names in zip(self._groups, self._trained, strict=True)]
         return [

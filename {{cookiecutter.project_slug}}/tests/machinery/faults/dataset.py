@@ -1,4 +1,4 @@
-"""Data for the tests: regression on fixed random numbers, with what the tests switch on."""
+"""Data for the tests: a regression on fixed random numbers, with faults that a test can switch on."""
 
 import errno
 import os
@@ -18,33 +18,33 @@ class DataConfig:
     num_validation: int = 37
     dtype: str = "float32"
     noise: float = 0.0
-    """Random augmentation of training items."""
+    """The standard deviation of the noise that is added to the inputs of training samples."""
     whole_batches: bool = False
     failing_index: int = -1
-    """Reading this sample raises."""
+    """Reading the sample with this index raises an OSError. -1 means no sample, here and below."""
     nan_index: int = -1
-    """This training sample holds a NaN."""
+    """The inputs of the training sample with this index hold a NaN."""
     odd_index: int = -1
-    """This sample has another shape."""
+    """The sample with this index has 5 inputs instead of 6."""
     num_missing: int = 0
-    """So many samples less can be read than the data set says it has."""
+    """The number of samples at the end that cannot be read, although the data set's length includes them."""
     kills_worker: bool = False
-    """The system ends the process that reads a sample."""
+    """A loader worker that reads a sample is killed by SIGKILL, as the system does when memory runs out."""
     stuck_index: int = -1
-    """Reading this sample takes an hour."""
+    """Reading the sample with this index takes an hour."""
     min_length: int = 1
-    """Lengths of samples are drawn from this …"""
+    """The smallest length that is drawn for a sample."""
     max_length: int = 1
-    """… to this."""
+    """The largest length that is drawn for a sample."""
 
 
 class Batch(NamedTuple):
     inputs: Tensor
-    """(B, 6)"""
+    """Shape (B, 6), for B samples."""
     targets: Tensor
-    """(B, 2)"""
+    """Shape (B, 2)."""
     lengths: Tensor
-    """(B,)"""
+    """Shape (B,)."""
 
 
 class Numbers(Dataset[Any]):

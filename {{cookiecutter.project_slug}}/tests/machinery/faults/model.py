@@ -1,4 +1,4 @@
-"""A model for the tests: six tensors, and faults that the tests switch on."""
+"""A model for the tests: six weight tensors, and faults that a test can switch on."""
 
 import ctypes
 import os
@@ -23,10 +23,10 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     is_weighted: bool = False
-    """The loss is a mean over the samples' lengths, not over samples."""
+    """The loss is a mean weighted by the samples' lengths, instead of a plain mean over samples."""
     has_unused_parameter: bool = False
     fault: str = "none"
-    """The fault of fault_rank at fault_step, see compute_loss."""
+    """The name of a fault in FAULTS or compute_loss. Most faults occur on rank fault_rank in step fault_step alone."""
     fault_rank: int = 1
     fault_step: int = 3
     seconds_per_step: float = 0.0
@@ -71,7 +71,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def seconds_per_evaluation() -> float:
-    """From a file: a run goes on with the config that it began with."""
+    """Return the pause in seconds per evaluation batch, from a file, because a resumed run keeps its config."""
     path = Path(__file__).parents[1] / "seconds_per_evaluation"
     return float(path.read_text(encoding="utf-8")) if path.exists() else 0.0
 
@@ -85,25 +85,25 @@ def fail(_: nn.Module) -> None:
 
 
 def flip_lowest_bit(module: nn.Module) -> None:
-    """Flip a bit of the 7th element of the third parameter."""
+    """Flip the lowest bit of the 7th element of the third parameter."""
     parameter = list(module.parameters())[2]
     parameter.data.flatten().view(torch.int32)[6] ^= 1
 
 
 def kill_once(_: nn.Module) -> None:
-    """Not again after torchrun's restart."""
+    """Kill this process with SIGKILL, but not again after torchrun has restarted it."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def clutch(_: nn.Module) -> None:
-    """C code that keeps Python's lock."""
+    """Hang for an hour in C code that keeps Python's global interpreter lock."""
     print("clutched", flush=True)
     ctypes.PyDLL(None).sleep(3600)
 
 
 def abort(_: nn.Module) -> None:
-    """Write a reason and C++'s stacks to stderr and abort, like NCCL's watchdog."""
+    """Write a reason and C++ stacks to stderr and abort, as NCCL's watchdog does."""
     frames = "".join(f"frame #{number}: c10d::ProcessGroupNCCL::run() + 0x{number:x}\n" for number in range(9))
     block = f"Exception raised from run at ProcessGroupNCCL.cpp:2063 (most recent call first):\n{frames}\n"
     os.write(2, f"CUDA error: device-side assert triggered\n{block}{block}".encode())
