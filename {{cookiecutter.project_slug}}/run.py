@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
 os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here, and its import would fail
 
-if TYPE_CHECKING:  # imports stand in the functions: the process that starts the ranks does not load the trainer
+if TYPE_CHECKING:  # imports are inside functions, since the process that starts the ranks does not load the trainer
     from template_package.config import Config
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     """Run the command and return its exit code: 0 done, 1 a rank failed, 2 user error, 130 Ctrl-C, 143 SIGTERM."""
     from template_package.errors import ConfigError
 
-    if sys.platform == "win32":  # signals, locks and sockets of Unix
+    if sys.platform == "win32":  # it has no Unix signals, locks and sockets
         print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
         sys.exit(2)
     try:

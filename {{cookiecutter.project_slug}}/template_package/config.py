@@ -48,7 +48,7 @@ OTHERS = {"remedy": "Others come with the template: copy their file."}
 if TYPE_CHECKING:
     StrategyName = str
     TrackerName = str
-else:  # the files that there are
+else:  # the files that this project has
     StrategyName = Literal[*available_files("strategies", besides=("base", "common", "library_environment", "zero"))]
     TrackerName = Literal["none", *available_files("tracking")]
 
@@ -65,7 +65,7 @@ class LaunchConfig:
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute
     wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # how long to wait for GPUs that others use
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # the run ends after so long without progress
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # without progress the run ends after this time
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
@@ -109,19 +109,19 @@ class ScheduleConfig:
 @dataclass
 class TrainingConfig:
     epochs: Positive | None = 10  # passes over the training set; null: max_steps alone ends the run
-    max_steps: Positive | None = None  # optimizer steps, if they are fewer than the epochs have
+    max_steps: Positive | None = None  # optimizer steps; the run ends here, or after its epochs if they have fewer
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # 0.999: evaluate and keep an average of the weights
     global_batch_size: Positive = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: Positive | Auto = "auto"  # samples that a rank takes at once
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    tf32: bool = True  # float32 products on GPUs with 10 bits of mantissa
+    tf32: bool = True  # GPUs multiply float32 numbers with 10 bits of mantissa
     cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
     deterministic: bool = False  # the same run gives the same bits, on GPUs too
     compile: bool = False  # torch.compile
     activation_checkpointing: bool = False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
     max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # clip to this global norm
     sync_batchnorm: bool = False  # BatchNorm's statistics over all ranks
-    early_stopping_epochs: Positive | None = None  # stop after so many epochs without a better metric
+    early_stopping_epochs: Positive | None = None  # stop after that many epochs without a better metric
     check_replicas_every_steps: Positive | None = None  # compare the weights of the ranks, besides in the first step
 
 
@@ -129,7 +129,7 @@ class TrainingConfig:
 class EvaluationConfig:
     every_epochs: Positive | None = 1  # both null: never
     every_steps: Positive | None = None
-    max_batches: Positive | None = None  # evaluate so many global batches' worth of samples, evenly drawn; null: all
+    max_batches: Positive | None = None  # evaluate that many global batches' worth of samples, evenly spread; null: all
     metric: Text = "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
     mode: Literal["max", "min"] = "max"  # which values of the metric are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
@@ -141,7 +141,7 @@ class EvaluationConfig:
 class CheckpointConfig:
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
-    keep_last: Positive | None = 3  # and best.pt; null: all
+    keep_last: Positive | None = 3  # how many, besides best.pt; null: all
     resume: Text = "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
     initial_weights: str | None = None  # a file of weights to begin with: .pt, .pth, .bin or .safetensors
 

@@ -75,7 +75,7 @@ class Trainer:
         """Resume the run and train it to its end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
-            if self.is_complete and from_main((self.directory / "summary.json").exists):  # not if killed before it
+            if self.is_complete and from_main((self.directory / "summary.json").exists):  # False if a kill came first
                 ended_by = "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
                 ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
                 message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"

@@ -35,7 +35,7 @@ from ..launching.distributed import RankContext, all_reduce, broadcast_object, g
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
-LONG = 10_000_000  # from so many samples on, an epoch's order is computed piece by piece
+LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
 SEEDERS: dict[str, Callable[[int], object]] = {
     "python": random.seed,
     "numpy": lambda seed: numpy.random.seed(seed % 2**32),
@@ -108,7 +108,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
-    # An index that weights have drawn is a multiple of num_samples larger.
+    # With sample_weights, each index is larger by a multiple of num_samples: see epoch_order().
     batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
     shuffled = torch.randperm(len(whole) // size, generator=generator)
@@ -191,11 +191,11 @@ class TrainLoader:
         """Return the largest (choose=min: smallest) micro-batch of the step at this position, for a rehearsal."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
-        # By a worker, if there are any: a file that the data set opens here would be shared by those forked later.
+        # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
         return next(self._reader.read([chosen]))
 
     def close(self) -> None:
-        del self._batches, self._reader  # which ends the worker processes
+        del self._batches, self._reader  # this ends the worker processes
 
     def _next_batches(self) -> Iterator[MicroBatch]:
         asked_at = time.perf_counter()

@@ -95,7 +95,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
     if failure is not None and code != processes.OUT_OF_MEMORY:
         text, log = failure.text, run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent:  # NCCL and CUDA write their reasons into the log before they abort
-            # After the last " host=", which begins each start, before faulthandler's stacks, and without those of C++.
+            # The part after the last " host=", which each start writes, without the stacks of faulthandler and C++.
             written = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
             lines = written.partition("Fatal Python error")[0].splitlines()[1:]
             frames = ("frame #", "Exception raised from")

@@ -79,7 +79,7 @@ class Tracking:
         self._started = time.perf_counter()
         self._trackers: dict[str, Any] = {}
         is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]  # None: if no terminal
-        tqdm.monitor_interval = 0  # no thread beside: it might hold the lock while a loader worker is forked
+        tqdm.monitor_interval = 0  # no extra thread: it might hold a lock while a loader worker is forked
         options: dict[str, Any] = {"disable": is_hidden if context.is_main else True, "file": sys.__stderr__}
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
         self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, miniters=1, **options)

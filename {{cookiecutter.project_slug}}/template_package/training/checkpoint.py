@@ -78,7 +78,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch's words for a full disk do not say so
+        except RuntimeError as error:  # torch's message does not say that the disk is full
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
@@ -93,7 +93,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or state.get("format_version") != FORMAT_VERSION or not state.keys() >= KEYS:
             raise ValueError(f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights")
-    except Exception as error:  # a damaged file fails anywhere in the readers; a foreign one may hold anything
+    except Exception as error:  # a damaged file may fail anywhere; a foreign one may hold anything
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):  # EINVAL: of a flipped bit
             raise
         raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another.") from None
@@ -164,7 +164,7 @@ def load_run(
             raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")
         check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
-        if average is not None:  # if ema_decay was set since, the average begins with the weights
+        if average is not None:  # if ema_decay is new, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
         progress.load_state_dict(state)
     # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.

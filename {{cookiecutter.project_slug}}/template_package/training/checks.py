@@ -85,7 +85,7 @@ class MemoryLimit:
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
         """Halve the micro-batch size, if it is `auto`, until a step fits in memory. All ranks use the smallest."""
-        # Where forward passes hold collectives, a trial on one rank would wait for ever.
+        # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
             try:  # an epoch's last batch may be shorter than its first

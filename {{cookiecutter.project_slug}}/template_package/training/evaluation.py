@@ -41,7 +41,7 @@ class Evaluator:
 
     @cached_property
     def _metrics(self) -> Any:
-        from torchmetrics import Metric  # takes seconds where scipy and transformers are installed
+        from torchmetrics import Metric  # here, since it takes seconds where scipy and transformers are installed
 
         metrics = user_model.build_metrics(self._model_config).to(self._context.device)
         self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]

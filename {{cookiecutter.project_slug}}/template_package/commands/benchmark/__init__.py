@@ -38,7 +38,7 @@ SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.m
     logging.tracker=none logging.report=false logging.progress_bar=false logging.profile_steps=null""".split()
 NUM_WARM_UP_STEPS = 10
 
-TOLERANCE = 0.02  # of losses, relative: rounding and other random numbers make less
+TOLERANCE = 0.02  # of losses, relative: more than rounding and other random numbers cause
 MEDIANS = "seconds_per_step samples_per_second startup_seconds waiting_share peak_memory_mib first_loss final_loss"
 TABLE = """
 |                 row |   s/step | spread | samples/s | speed-up | start-up s | MiB/rank | waiting |          loss |

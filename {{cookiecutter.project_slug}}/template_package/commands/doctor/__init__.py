@@ -73,12 +73,12 @@ def main(line: CommandLine) -> int:
 
 def _consult(line: CommandLine) -> Iterator[Finding]:
     """Yield the findings of each check as soon as they arrive. Stop at a check that gives no answer in time."""
-    os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # a lost name service would take all the time
+    os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # otherwise a name service that is away takes all the time
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_checks, args=(line, sender))
     process.start()
-    sender.close()  # this copy would keep the pipe open, and the death of that process would go unnoticed
+    sender.close()  # this copy would keep the pipe open, and hide that the process has died
     for name, _, remedy in CHECKS:
         try:
             if not receiver.poll(max(0.0, STARTED_AT + SECONDS - time.time())):
@@ -93,7 +93,7 @@ def _consult(line: CommandLine) -> Iterator[Finding]:
 
 def run_checks(line: CommandLine, answers: Connection) -> None:
     os.setsid()  # Ctrl-C ends the process that waits, and with it this one
-    os.dup2(2, 1)  # the words of model.py and of libraries go to stderr
+    os.dup2(2, 1)  # what model.py and libraries print goes to stderr
     die_with_parent()
     machine = Machine(line)
     for name, find, remedy in CHECKS:
