@@ -201,7 +201,7 @@ def last_step(project: Any) -> int:
 
 
 def describe(hits: list[Hit]) -> str:
-    """Return a table of the signals and the slowest end, by the kind of process that got the signal."""
+    """Return a table of the signals and the slowest shutdown, by the kind of process that got the signal."""
     lines = ["| to | signals | slowest end, s |", "|---|---:|---:|"]
     for victim in sorted({hit.victim for hit in hits}):
         seconds = [hit.seconds for hit in hits if hit.victim == victim]

@@ -104,7 +104,7 @@ def excerpt(log: str) -> list[str]:
 
 
 def install(project: Path, python: str) -> tuple[str, str]:
-    """Make .venv and install the project there. Return the new Python, and the problem or an empty text."""
+    """Make .venv and install the project there. Return the new Python, and an error message, which may be empty."""
     new_python = str(project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
     pip = [new_python, "-m", "pip", "install", "-c", "constraints.txt"]
     print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)

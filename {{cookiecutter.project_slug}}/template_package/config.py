@@ -65,7 +65,7 @@ class LaunchConfig:
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute
     wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # how long to wait for GPUs that others use
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # without progress the run ends after this time
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # a run without progress ends after this time
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 

@@ -132,7 +132,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
-        is_logged, of training_metrics(); their mean over ranks is the global batch's. Return the gradient norm, too.
+        is_logged, of training_metrics(), whose averages over ranks are the global batch's means; and the gradient norm.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -151,7 +151,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Finish a step: check, log and save when they are due, and note whether an evaluation is due."""
+        """Finish a step: check, log and save if that is due, and note whether an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)

@@ -158,7 +158,7 @@ def on_evaluation_end(model: nn.Module, log: Any) -> None:
 
 
 def after_step(model: Any, step: int, log: Any) -> None:
-    """Every 50 steps, log each device's tokens per second and, for GPUs in PEAK_FLOPS, MFU: the part of the peak."""
+    """Every 50 steps, log each device's tokens per second and, for GPUs in PEAK_FLOPS, the fraction of peak FLOP/s."""
     now = time.perf_counter()
     if speed.since is not None and step % 50 == 0:
         rate = speed.num_tokens / (now - speed.since)

@@ -49,7 +49,7 @@ class DataConfig:
     tokenizer: str | None = None
     """Name or folder of a Hugging Face tokenizer, which replaces `tokenize`. Defaults to `model.pretrained`, if set."""
     fingerprint: str | None = None
-    """Hash of the vocabulary: a checkpoint fits only this one. Leave it out of config.yaml: build_encoder sets it."""
+    """Hash of the vocabulary, which checkpoints must match. Leave it out of config.yaml: build_encoder sets it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_fraction < 1:

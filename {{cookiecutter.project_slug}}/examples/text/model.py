@@ -172,7 +172,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports with the loss. `evaluation.metric` in config.yaml picks one.
+    """Build the metrics that evaluation reports with the loss. `evaluation.metric` names the one that decides.
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """

@@ -27,7 +27,7 @@ def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the text of each row, where labels may be missing, or each line of a .txt file that is not blank."""
+    """Return the text of each row (labels are optional) or, for a .txt file, each line that is not blank."""
     return _read(path, None, _text)
 
 

@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the Config from the config file and the arguments. Raises ConfigError.
 
-        evaluate and predict read the config.yaml in the run's folder instead, except for name, device_ids, launch,
-        loader and evaluation; not so if --config is given or a launcher started the ranks.
+        Unless --config is given or a launcher started the ranks, evaluate and predict read the config.yaml of the
+        run's folder instead, except for name, device_ids, launch, loader and evaluation.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -240,9 +240,9 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 
-    It seeds the generators that the data set uses: before each item from (seed, epoch, index), and before collate
-    from the first index. When the data set uses a generator for the first time, that one is seeded too, and the
-    batch is read again. If the data set has `__getitems__`, one call reads the whole batch.
+    Before each item it seeds the generators that the data set uses, with a hash of (seed, epoch, index); before
+    collate, with that of the first index. When the data set uses a generator for the first time, the batch is read
+    again with that generator seeded, too. If the data set has `__getitems__`, one call reads the whole batch.
     """
 
     max_workers = 8
@@ -383,7 +383,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, 0-dim: 0 for a filler, which keeps the ranks together."""
+    """Return the weight of this micro-batch's mean loss, a 0-dim tensor. A filler, whose num_samples is 0, weighs 0."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -432,7 +432,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states as bytes, which show if one was used. Their own functions are 20 times slower."""
+    """Return the generators' states as bytes, to tell if a generator was used. random.getstate() is 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -64,7 +64,7 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """Return the context that launch() set for this process. It must have the same rank and world_size."""
+    """Return the context that launch() set for this process, after checking its rank and world_size."""
     assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
     return current
 

@@ -87,7 +87,7 @@ class Strategy:
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the gradients of loss * weight. Their sum over a step, averaged over the ranks, is the global batch's."""
+        """Add the gradient of loss * weight. A step's sum, averaged over the ranks, is the global batch's gradient."""
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:

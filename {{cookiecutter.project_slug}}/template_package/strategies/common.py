@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's optimizer state on all ranks. Unlike torch's function, do not call step(), which runs hooks."""
+    """Load rank 0's optimizer state on all ranks. torch's own function would call step(), which runs hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device (others pass a meta tensor). Shard it as `like` is, if that is a DTensor."""
+    """Return rank 0's tensor on the device, sharded if `like` is a sharded DTensor. Other ranks pass a meta tensor."""
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

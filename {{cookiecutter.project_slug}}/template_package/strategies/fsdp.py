@@ -2,7 +2,7 @@
 
 A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
 of ranks, and communication grows (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
-With training.precision=bf16 or fp16 weights are gathered in 16 bits, since the 16-bit copies that autocast makes of
+With training.precision=bf16 or fp16, weights are gathered in 16 bits: the 16-bit copies that autocast makes of
 fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch averages its gradients.
 """
 
@@ -99,7 +99,7 @@ class FullyShardedStrategy(Strategy):
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit holds a matrix, and has a forward(), for which FSDP can gather its weights."""
+    """Return True if the unit holds a matrix and has a forward(), so that FSDP can gather its weights for the call."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 

@@ -41,7 +41,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._is_last_micro_batch = True
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Prepare as on one device. The user's optimizer steps and is saved; Horovod's only averages gradients."""
+        """Prepare as on one device. The user's optimizer is stepped and saved; Horovod's only averages gradients."""
         for name, parameter in model.named_parameters():
             if parameter.dtype not in REDUCED_TYPES or not parameter.is_contiguous():
                 raise ConfigError(
@@ -137,7 +137,7 @@ def _connect(hvd: Any, context: RankContext) -> None:
 
 
 def _check_host_name(meeting: str) -> None:
-    """Raise ConfigError if this host's name leads other hosts nowhere: Horovod 0.28 sends them that name's address."""
+    """Raise ConfigError if other hosts cannot use the address of this host's name, which Horovod 0.28 sends them."""
     name, own = socket.gethostname(), ""
     with suppress(OSError):
         own = socket.gethostbyname(name)

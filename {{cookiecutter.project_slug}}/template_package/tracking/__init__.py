@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to a rank's log or to the console, from which it hides the progress bar meanwhile. log: gets a copy.
+    """Writes to a rank's log or to the console, whose progress bar it hides while it writes. log: gets a copy.
 
     It ignores a closed console (`| head`) and a full disk. The next checkpoint reports the full disk.
     """

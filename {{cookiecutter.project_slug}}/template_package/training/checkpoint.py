@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` returns on rank 0. The other ranks may not have its disk; their weights are meta tensors."""
+    """Return what `read` returns on rank 0. Other ranks may lack rank 0's disk; they get meta tensors as weights."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:

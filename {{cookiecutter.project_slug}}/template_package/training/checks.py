@@ -1,4 +1,4 @@
-"""Checks that a step works before step 1, that it fits in memory, that losses are finite and replicas stay equal."""
+"""Checks that a step works and fits in memory (before step 1), that losses are finite, and that replicas stay equal."""
 
 import logging
 import sys
@@ -150,6 +150,6 @@ def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the XOR of all elements plus the sum of all bytes, int64. The XOR alone takes all ones for all zeros."""
+    """Return the XOR of all elements plus the sum of all bytes, int64. XOR alone confuses all ones and all zeros."""
     content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
     return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

@@ -57,7 +57,7 @@ class Evaluator:
         """Return {"loss": mean over all samples, <metric>: value}, the same on every rank. All ranks must call it.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. log: handed to on_evaluation_end().
-        num_parts (for rehearse): read only the first micro-batch, cut into that many parts; 2: leave out the metrics.
+        num_parts (for rehearse): read only the first micro-batch, cut into that many parts; if 2, skip the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

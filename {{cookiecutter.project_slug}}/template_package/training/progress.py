@@ -87,7 +87,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert another run's state: the same position in the data, but steps of this run's global batch size."""
+        """Convert another run's state: keep the position in the data, count steps in this run's global batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0

@@ -1,4 +1,4 @@
-"""Tests that mistakes in the user's model end the run, mostly in the rehearsal; a run that lacks memory continues."""
+"""Tests that mistakes in the user's model end the run, mostly in the rehearsal, and that too little memory does not."""
 
 from __future__ import annotations
 

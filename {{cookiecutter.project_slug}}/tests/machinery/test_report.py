@@ -1,4 +1,4 @@
-"""Tests that a report gives the scores of scikit-learn for each class, also in the console's table."""
+"""Tests that a report's scores for each class equal scikit-learn's, also in the console's table."""
 
 from __future__ import annotations
 

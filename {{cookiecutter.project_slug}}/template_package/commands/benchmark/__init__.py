@@ -1,6 +1,6 @@
 """`python run.py benchmark`: measures the speed of your training on this machine, with each strategy and precision.
 
-Each run is an ordinary training of some steps. The figures come from the files that the run writes.
+Each run trains as usual, for a few steps. The figures come from the files that the run writes.
 """
 
 from __future__ import annotations

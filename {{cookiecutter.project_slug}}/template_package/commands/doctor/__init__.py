@@ -1,7 +1,7 @@
 """`python run.py doctor`: shows what would break runs here, one line per check, with a remedy; `--json` for machines.
 
-The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. It
-does not import torch or your files, which may be broken: the check functions do.
+The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. Only the
+check functions import torch and your files, which may be broken.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def main(line: CommandLine) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return [folder] for a run's folder, and the runs in a sweep's folder. Raise ConfigError for any other folder."""
+    """Return [folder] if it is a run's folder, or the runs in it if it is a sweep's. Otherwise raise ConfigError."""
     runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
     if not runs:
         there = ", ".join(sorted(path.name for path in run_directory("").glob("*/"))) or "none so far"

@@ -1,4 +1,4 @@
-"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. The same command continues.
+"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. Type it again to resume.
 
 Each run is a child process `python run.py …` with its files in runs/<sweep>/. It locks GPUs, waits for them
 and resumes like any run. Stopping the sweep stops its runs. The next start reads sweep.json and the runs' files.
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna, return drawn ones, only to check the keys."""
+        """Return each run's settings, without duplicates. For optuna, return random ones, only to check the keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
@@ -194,7 +194,7 @@ class SweepRunner:
             self.add(settings)
 
     def add(self, settings: dict[str, Any]) -> Run:
-        """Add a run with these settings, under its former name or a new one. The run waits unless it is done."""
+        """Add a run with these settings, under its former name or a new one. It starts later, unless it is complete."""
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
             parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
