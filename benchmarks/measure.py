@@ -161,7 +161,7 @@ class Bench:
 
 
 def _run(command: list[str], cwd: Path, own_environment: dict[str, str], words: Path, num_tries: int) -> float:
-    """Run the command to its end, and return its start time. Kill a command that hangs; make `num_tries` tries."""
+    """Run the command to its end, and return its start time. Kill one that hangs, and try at most `num_tries` times."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
     environment |= own_environment | {

@@ -93,7 +93,7 @@ def run(project: Path, *words: str) -> list[str]:
 
 
 def measure_steps(project: Path) -> list[str]:
-    """Return a table row for each of WAYS: the peak of unsharded weights and gradients that a rank holds."""
+    """Return a row for each of WAYS: whole weights and gradients that outlive a pass, on the rank that has the most."""
     model = project / "ddp_experiment" / "model.py"
     former = model.read_text(encoding="utf-8")
     call = "logits = model(batch.inputs)"

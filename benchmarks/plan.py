@@ -21,7 +21,7 @@ class Row:
     name: str
     script: str = "bare.py"
     is_tuned: bool = False
-    """The loop takes whole batches from the data set and uses the fused AdamW."""
+    """The loop takes whole batches from data sets that can give them, and uses the fused AdamW."""
     launcher: tuple[str, ...] = ()
     """Arguments in front of the script, for two ranks. If empty, the script starts the second rank itself."""
     extra_path: Path | None = None

@@ -1,4 +1,4 @@
-"""Turns measurements into tables: medians of each round's ratios to the bare loop, and whether the aims are met."""
+"""Turns measurements into tables: medians over rounds of the ratios to the bare loop, and whether the aims are met."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Table:
         return statistics.median(self.ratios(row, base, quantity))
 
     def excess(self, row: str, base: str, quantity: str) -> float:
-        """Return the median of each round's difference row - base."""
+        """Return the median over the rounds of row - base."""
         pairs = zip(self.values(row, quantity), self.values(base, quantity), strict=True)
         return statistics.median(value - other for value, other in pairs)
 
@@ -87,9 +87,9 @@ def markdown(
 
 
 def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
-    """Return a line for each run whose final loss differs from the loss of the bare loop.
+    """Return a line for each final loss that differs too much from that of a loop with which it is compared.
 
-    A tuned run is compared closely with the tuned loop, which has the same optimizer, and loosely with the bare loop.
+    A run is compared closely with the bare or tuned loop that has its optimizer, and loosely with the bare loop.
     """
     references = {(m.case, m.row): m.final_loss for m in reversed(measurements) if m.row in (BARE, TUNED)}
     is_tuned = {row.name: row.is_tuned for row in ROWS}

@@ -1,4 +1,4 @@
-"""Tests of answers: bad ones are refused together, with remedies, and leave no file; any text is kept as typed."""
+"""Tests of answers: bad ones are refused together, with remedies, and leave no file; printable text stays as typed."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_image_gets_what_its_build_copies(project: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("uv"), reason="uv is not installed")
 def test_uv_installs_what_pip_installs(project: Path, tmp_path: Path) -> None:
-    """Let uv resolve the project with the constraints, in a dry run that downloads and installs nothing."""
+    """Let uv resolve the project with the constraints, in a dry run that installs none of its packages."""
     copy = Path(shutil.copytree(project, tmp_path / "project"))
     result = run_as_actions_do("uv venv && uv pip install --dry-run -c constraints.txt -e .", copy)
     assert result.returncode == 0, result.stderr

@@ -27,7 +27,7 @@ def restore_ctrl_c() -> None:
 
 
 def with_python(python: str, **more: str) -> dict[str, str]:
-    """Return environment variables that make the hook use this Python."""
+    """Return environment variables that make the hook try this Python first."""
     return {"DDP_TEMPLATE_PYTHON": python, **more}
 
 

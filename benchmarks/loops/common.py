@@ -44,7 +44,7 @@ class OrderedBatches(Sampler[list[int]]):
 
 
 def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any]:
-    """Return a DataLoader as most people write it or, if tuned, one that gets whole batches from the data set."""
+    """Return a DataLoader as most people write it or, if tuned, one that gets whole batches from data sets that can."""
     batches = OrderedBatches(settings, rank, num_ranks)
     samples = (settings.work, settings.num_samples, settings.data, settings.images)
     if settings.data == "batches" and not settings.is_tuned:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer without extras: no progress bar, checkpoints or summary, only the log that all loops write."""
+"""Lightning's Trainer without extras: no progress bar, checkpoints or summary, only the log of common.Recorder."""
 # mypy: disable-error-code="import-not-found, import-untyped, misc, unused-ignore"
 
 from __future__ import annotations

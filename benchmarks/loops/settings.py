@@ -22,7 +22,7 @@ class Settings:
     """The size of the training set: a multiple of the global batch size, so that no epoch ends with a short batch."""
     log_every: int
     is_tuned: bool
-    """The loop takes whole batches from the data set and uses the fused AdamW."""
+    """The loop takes whole batches from data sets that can give them, and uses the fused AdamW."""
     orders: str
     """The path of a file of int64 sample indices, epoch after epoch, in the generated trainer's shuffled order."""
     data: str

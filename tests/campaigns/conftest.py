@@ -1,4 +1,4 @@
-"""Campaigns of injected faults. `make test` runs short ones; `make campaigns` runs the long ones and writes reports."""
+"""Campaigns of injected faults. `make test-all` runs short ones; `make campaigns` the long ones, and writes reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of broken config files and command lines: each is refused in one to three lines, or the run trains."""
+"""Tests of broken config files and command lines: each is refused in one to three lines, trains, or meets a NaN."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def dotted(content: dict[str, Any], prefix: str = "") -> list[str]:
 def mutate(path: Path, original: str, keys: list[str], choose: random.Random) -> list[str]:
     """Make one random change, often a mistake, in the config file or the command line. Return the command's arguments.
 
-    A first argument "--" means that the caller adds no arguments of its own.
+    A first argument "--" means that the caller removes it and does not add the arguments SMALL.
     """
     path.write_text(original, encoding="utf-8")
     key, value = choose.choice(keys), choose.choice(VALUES)

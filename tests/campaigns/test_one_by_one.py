@@ -125,7 +125,7 @@ def test_faults_that_other_tests_inject(template: Path, is_long: bool, report: R
 
 
 def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
-    """Run the tests (or only collect them). Return each outcome: a failure, a reason for skipping, or "" for a pass."""
+    """Run the tests. Return {file::test[parameters]: a failure, a reason for skipping, or ""}; {} if only collected."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     junit = REPORTS / f"tests_{folder.name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o"]

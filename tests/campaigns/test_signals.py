@@ -37,7 +37,7 @@ TORCHRUN = (
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
 )  # fmt: skip
 END_SECONDS = 10.0
-"""The longest time allowed from the signal to the end of all processes."""
+"""The longest time allowed from the signal to the end of all processes; at start-up, the time of a start is added."""
 GROUP = "whole group"
 Disturb = Callable[[set[str], random.Random], tuple[int, str]]
 """Chooses a signal and its receiver: one of the given kinds of processes, or the whole group."""
@@ -67,8 +67,8 @@ def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
 
 def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
     """SIGTERM or SIGUSR1 goes to one rank, to the launching process or to the whole group. The run must end with exit
-    code 143, save the last step in metrics.jsonl, and say in summary.json that it was stopped. Every second run is
-    started by torchrun, whose agent is then the launching process and ends with exit code 1.
+    code 143, have a checkpoint of the last step in metrics.jsonl, and say in summary.json that it was stopped. Every
+    second run is started by torchrun, whose agent is then the launching process and ends with exit code 1.
     """
     return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(["rank", "launcher", GROUP])
 

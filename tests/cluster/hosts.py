@@ -29,7 +29,7 @@ FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIB
 
 
 def plain_environment(mark: str) -> dict[str, str]:
-    """Return this process's environment without launchers' variables, but with the mark that marked() looks for."""
+    """Return this process's environment without the variables FOREIGN, but with the mark that marked() looks for."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as an activated environment has it
     return kept | {MARK: mark, "PATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -110,7 +110,7 @@ class Host:
         return [self.lines(name, split)[-1]["loss"] for split in ("train", "validation")]
 
     def has_trained(self, name: str, world_size: int, losses: list[float]) -> None:
-        """Fail unless `world_size` ranks have completed the run, logged each step once, and reached these losses."""
+        """Fail unless `world_size` ranks have completed the run, logged no step twice, and reached these losses."""
         summary, steps = self.summary(name), [line["step"] for line in self.lines(name, "train")]
         assert (summary["status"], summary["world_size"]) == ("complete", world_size)
         assert steps == sorted(set(steps))

@@ -1,4 +1,4 @@
-"""Tests under SLURM, on two virtual nodes that share a disk. Ranks are started by srun or by torchrun on each node."""
+"""Tests under SLURM, on two virtual nodes with one disk. srun, a torchrun on each node or run.py starts the ranks."""
 
 from __future__ import annotations
 
