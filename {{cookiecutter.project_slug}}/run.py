@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imports are inside functions, since the process that starts
 
 
 def run_fn(rank: int, world_size: int, config: "Config") -> None:
-    """Train to the end of the run, as rank `rank` of `world_size`, whose process group and device exist already."""
+    """Train to the end of the run, as rank `rank` of `world_size`. launch() has set up device and process group."""
     from template_package.commands import write_report
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context

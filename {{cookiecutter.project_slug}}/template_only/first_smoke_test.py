@@ -1,9 +1,9 @@
 """Runs the smoke test of a new project: finds a Python that has the dependencies, and runs `run.py smoke` with it.
 
 The template's hook calls run_first_test() and removes this folder from the new project. python_search.py finds the
-Python, `run.py smoke` does the testing, and processes.py ends the processes of the test. This file decides and prints
-the result: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. It runs in cookiecutter's Python, 3.10 or newer, without
-any library.
+Python, `run.py smoke` does the testing, and processes.py runs the commands and ends what they have started. This file
+decides and prints the result: PASSED, FAILED, NOT RUN, SKIPPED or INTERRUPTED. It runs in cookiecutter's Python, 3.10
+or newer, without any library.
 """
 
 from __future__ import annotations

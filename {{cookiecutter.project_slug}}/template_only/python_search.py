@@ -55,7 +55,7 @@ def read_requirements(pyproject: str) -> dict[str, str]:
 
 
 def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> tuple[str | None, list[str]]:
-    """Return the first Python that can run the project, or None, and notes: why each earlier Python cannot run it."""
+    """Return the first Python that can run the project, or None, and notes: why others cannot, what it lacks itself."""
     notes = []
     for python in candidates:
         try:  # reads versions without importing torch, which would take a second or two

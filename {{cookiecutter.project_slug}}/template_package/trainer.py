@@ -132,7 +132,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
-        is_logged, of training_metrics(), whose averages over ranks are the global batch's means; and the gradient norm.
+        is_logged, of training_metrics(): averaged over ranks, the global batch's means. And the norm before clipping.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -211,7 +211,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Call on_epoch_begin(), which may unfreeze weights. Then load this or another run's checkpoint, if any."""
+        """Load this or another run's checkpoint, if any. Call on_epoch_begin() first, which may unfreeze weights."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
@@ -234,7 +234,7 @@ class Trainer:
         return is_changed
 
     def finish(self) -> None:
-        """Save again, with the last evaluation's result. Close loader and tracker, write summary.json and weights."""
+        """Save the last step and its evaluation's result. Close loader and tracker, write summary and best weights."""
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
             self.save()

@@ -56,7 +56,7 @@ def heed_ctrl_c() -> None:
 class Session:
     """A process that runs commands one after the other (workload/session.py).
 
-    The commands start real ranks. All commands share one fork server, because its imports take most of a start's time.
+    Two or more ranks are real processes. All commands share one fork server, whose imports take most of a start's time.
     """
 
     def __init__(self, folder: Path, output: Path) -> None:

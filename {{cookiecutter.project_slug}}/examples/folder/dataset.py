@@ -28,7 +28,7 @@ MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).v
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. A value that breaks a rule is refused with a one-line error."""
+    """The keys of config.yaml under `data:`. A value that breaks a rule is a one-line error before anything starts."""
 
     folder: str = field(default=DIGITS, metadata={"decisive": False})
     class_names: list[str] = field(default_factory=list)  # complete_config() fills this in; a run keeps its class ids
@@ -79,7 +79,7 @@ class Images(Dataset[Batch]):
 
 
 def check_files(paths: list[str]) -> None:
-    """Raise ConfigError if an image is broken or has more than 8 bits per channel. Only a PNG is read to its end."""
+    """Raise ConfigError if an image is broken, or gray with over 8 bits. A cut JPEG is not noticed before training."""
     problems = []
     for path in paths:
         try:

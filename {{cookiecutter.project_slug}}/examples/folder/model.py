@@ -34,7 +34,7 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in the names of the classes: the sorted names of their folders. Called when the config is read."""
+    """Fill in the classes' names, unless given: the sorted names of their folders. Called when the config is read."""
     if not data.class_names:
         data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
     model.class_names = data.class_names

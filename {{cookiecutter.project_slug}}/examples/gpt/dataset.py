@@ -68,7 +68,7 @@ class Blocks(Dataset[Batch]):
 
 
 def build_datasets(config: DataConfig) -> tuple[Blocks, Blocks]:
-    """Return training blocks, which begin at every token, and validation blocks, where each token is a target once."""
+    """Return training blocks, which begin at every token, and validation blocks, where no token is a target twice."""
     train, size = read_tokens(config.train_file), config.block_size
     if config.validation_file is None:
         train, validation = numpy.split(train, [round((1 - config.validation_fraction) * len(train))])

@@ -54,7 +54,7 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Set the keys of `model` that are 0 to values from `data`. Called when the config is read."""
+    """Set vocabulary_size and block_size, where they are 0, to values from `data`. Called when the config is read."""
     model.vocabulary_size = model.vocabulary_size or (50304 if data.train_file.endswith(".bin") else 256)
     model.block_size = model.block_size or data.block_size
 
@@ -158,7 +158,7 @@ def on_evaluation_end(model: nn.Module, log: Any) -> None:
 
 
 def after_step(model: Any, step: int, log: Any) -> None:
-    """Every 50 steps, log each device's tokens per second and, for GPUs in PEAK_FLOPS, the fraction of peak FLOP/s."""
+    """Every 50 steps, log a device's tokens per second and MFU, the fraction of peak FLOP/s (for PEAK_FLOPS's GPUs)."""
     now = time.perf_counter()
     if speed.since is not None and step % 50 == 0:
         rate = speed.num_tokens / (now - speed.since)

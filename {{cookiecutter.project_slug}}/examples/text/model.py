@@ -25,11 +25,11 @@ class ModelConfig:
     """The keys of config.yaml under `model:`. A ValueError raised here is shown as one line, before anything starts."""
 
     pretrained: str | None = None
-    """Name or folder of a Hugging Face sequence classifier, used with its own tokenizer and without the keys below."""
+    """Name or folder of a Hugging Face sequence classifier. Of the keys below it uses num_classes alone."""
     num_members: int = 3
     """Number of encoders, which are trained together and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474).
 
-    With few sentences, results depend on the initial weights: three encoders are as good as one with twice the data.
+    With a few thousand sentences, results depend on the initial weights: three encoders equal one with twice the data.
     """
     hidden_size: int = 64
     num_layers: int = 1
@@ -133,7 +133,7 @@ class SentenceEncoder(nn.Module):
 
 
 class Pretrained(nn.Module):
-    """Wraps a Hugging Face model, so that it has the same inputs and outputs as Ensemble, with one member."""
+    """Wraps a Hugging Face model: (B, L, 1) token ids, (B, L) mask -> (B, 1, num_classes) logits, of one member."""
 
     def __init__(self, name: str, num_classes: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports with the loss. `evaluation.metric` names the one that decides.
+    """Build the metrics that evaluation reports with the loss. `evaluation.metric` picks the best checkpoint.
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """

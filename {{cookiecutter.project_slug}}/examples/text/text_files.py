@@ -1,4 +1,4 @@
-"""Reads rows of text and label from JSON, JSON lines, CSV, TSV and text files, and names the line of each wrong row."""
+"""Reads rows of text and label (from .txt files, texts alone), and names file and line of the first wrong rows."""
 
 import csv
 import json

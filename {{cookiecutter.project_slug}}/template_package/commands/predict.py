@@ -1,4 +1,4 @@
-"""`python run.py predict INPUT`: predicts new inputs with a saved model, on any number of devices.
+"""`python run.py predict INPUT`: writes a saved model's predictions for new inputs, on any number of devices.
 
 read_inputs() in dataset.py defines the inputs, and predict() in model.py defines the predictions.
 """

@@ -126,7 +126,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set has no length or cannot be indexed (by __getitem__ or __getitems__)."""
+    """Return True if the data set has no __len__, or no __getitem__ and no __getitems__ besides torch.Dataset's."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -174,8 +174,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield the micro-batches of this rank's share of the next global batch, each with its weight in the loss.
 
-        A weight is num_samples * world_size / samples of the global batch. So the sum of weight * loss on each rank,
-        averaged over the ranks, is the global batch's mean. With loss_weight in model.py, the whole step is read first.
+        A weight is world_size times the micro-batch's part of the global batch: of its samples, or of the sum of
+        loss_weight(). So the sum of weight * loss on each rank, averaged over ranks, is the mean of the global batch.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -188,7 +188,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return the largest (choose=min: smallest) micro-batch of the step at this position, for a rehearsal."""
+        """Return the largest (choose=min: smallest) micro-batch of a step, to rehearse with. Call start() after it."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -207,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield each global batch, beginning at `position`: its epoch, and the indices of its samples."""
+        """Yield each global batch, beginning at `position`: its epoch, and its part of that epoch's order."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -241,8 +241,8 @@ class Fetcher(Dataset[MicroBatch]):
     """Reads one requested micro-batch, and leaves the random generators as they were.
 
     Before each item it seeds the generators that the data set uses, with a hash of (seed, epoch, index); before
-    collate, with that of the first index. When the data set uses a generator for the first time, the batch is read
-    again with that generator seeded, too. If the data set has `__getitems__`, one call reads the whole batch.
+    collate, with another hash of the first index. When the data set uses a generator for the first time, the batch is
+    read again with that generator seeded, too. If the data set has `__getitems__`, one call reads the whole batch.
     """
 
     max_workers = 8
@@ -432,7 +432,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states as bytes, to tell if a generator was used. random.getstate() is 20 times slower."""
+    """Return the generators' states as bytes, to tell if one was used. Asking Python and NumPy is 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -1,4 +1,4 @@
-"""Finds the launcher that started this rank, from the environment, and sets the network interface that it uses.
+"""Finds the launcher that started this rank, from the environment, and sets the rank's network interface.
 
 A launcher is torchrun, deepspeed, accelerate launch, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
 """
@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the interface `wanted`. If it is None, gloo uses the one that leads to `address`.
 
-    gloo's default is the host name's interface, often the loopback. If the user has set the variable, None keeps it.
+    gloo's own default is the host name's interface, often the loopback. None keeps a GLOO_SOCKET_IFNAME that is set.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop and, if it had begun to train, has saved
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop, and has saved if it had time to
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
 IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again

@@ -1,4 +1,4 @@
-"""Trains with Hugging Face Accelerate: it wraps the model, calls backward() and decides when gradients are averaged.
+"""Trains with Hugging Face Accelerate: it wraps the model, delays the averaging of gradients, and calls backward().
 
 config.yaml and the launcher decide all settings. `accelerate launch` may start the ranks; if its settings contradict
 config.yaml, ConfigError says so. The base class clips and calls optimizer.step(), as Accelerate would.

@@ -3,7 +3,7 @@
 A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
 of ranks, and communication grows (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
 With training.precision=bf16 or fp16, weights are gathered in 16 bits: the 16-bit copies that autocast makes of
-fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch averages its gradients.
+fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch reduces gradients over ranks.
 """
 
 import logging
@@ -104,7 +104,7 @@ def _is_big(unit: nn.Module) -> bool:
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
-    """Return True if the unit, a submodule of `module`, has parameters that no other submodule uses."""
+    """Return True if the unit has parameters, and nothing else in `module` uses any of them."""
     own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 

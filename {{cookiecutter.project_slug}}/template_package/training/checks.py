@@ -1,4 +1,4 @@
-"""Checks that a step works and fits in memory (before step 1), that losses are finite, and that replicas stay equal."""
+"""Checks that a step works before step 1, that each step fits in memory, that losses are finite, replicas equal."""
 
 import logging
 import sys

@@ -46,7 +46,7 @@ def test_options_compute_what_ddp_computes(project: Project) -> None:
 
 @pytest.mark.slow
 def test_accelerate_launch_starts_the_same_run(project: Project) -> None:
-    # With --cpu accelerate starts one process, whatever the flags say, and run.py the two ranks of device_ids.
+    # Not --cpu: accelerate would then start one process, whatever --num_processes says, and run.py the two ranks.
     flags = ["--main_process_port=0", "--multi_gpu", "--num_processes=2"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
     project.run("strategy=accelerate", *WORDS, command=command)

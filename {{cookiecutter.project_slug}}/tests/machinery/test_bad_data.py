@@ -1,4 +1,4 @@
-"""Tests of samples that cannot be read or have a wrong form: the error names the samples, and all ranks end."""
+"""Tests of data that are unreadable or wrong: the error names samples that cannot be read, and all ranks end."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_losses_are_those_of_the_cpu(project: Project, strategy: str, devices: t
 
 
 def test_group_of_nccl_with_one_rank_trains(project: Project) -> None:
-    """A single rank creates a process group only if its weights are not on the device that computes."""
+    """With ddp or fsdp, one rank makes a process group only if its weights are not on the device that computes."""
     run(project, "name=plain", *ONE, *FP32)
     words = ("device_ids=0", "launch.backend=nccl", "strategy=fsdp", "fsdp.cpu_offload=true")
     run(project, "name=nccl", *words, *FP32, command=TORCHRUN)

@@ -1,4 +1,4 @@
-"""Tests that every code block of docs/how-do-i.md does what its section says, on two ranks, in the image example."""
+"""Tests that each Python block of docs/how-do-i.md does what its section says, on two ranks, in the image example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of rare cases in which a command names an existing run: the run resumes, or the command is refused."""
+"""Tests of rare cases of names and checkpoints: where a run begins, where it resumes, which command is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of training sets without a length: two ranks read every item once a pass, with or without a kill."""
+"""Tests of training sets without a length: two ranks read every item once a pass, and the same items after a kill."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     is_weighted: bool = False
-    """Weight each sample's loss by the sample's length."""
+    """The loss is a mean weighted by the samples' lengths, instead of a plain mean over samples."""
     seconds_per_step: float = 0.0
     fault: str = "none"
-    """With the value "raise", rank fault_rank raises an error in step fault_step."""
+    """With the value "raise", rank fault_rank (of several) raises an error in step fault_step."""
     fault_rank: int = 1
     fault_step: int = 3
 

@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures the speed of your training on this machine, with each strategy and precision.
+"""`python run.py benchmark`: measures your training's speed here: one device, 16-bit, compiled, each strategy.
 
 Each run trains as usual, for a few steps. The figures come from the files that the run writes.
 """
@@ -166,9 +166,9 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return, for each row that ran, the medians of its runs, its command and its `speed_up` over the first row.
+    """Return, for each row that ran, the medians of its runs, its command and its `speed_up` over the first of them.
 
-    `is_loss_wrong` says that the loss is NaN or fell less than half as far as in the first row. typed: sys.argv.
+    `is_loss_wrong` says that the loss is NaN or fell less than half as far as the first one's. typed: user's arguments.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):

@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. A run in sweep.json keeps its name, and also its result if the config is still the same."""
+        """List the runs. A run in sweep.json keeps its name and, if config and overrides are the same, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -194,7 +194,7 @@ class SweepRunner:
             self.add(settings)
 
     def add(self, settings: dict[str, Any]) -> Run:
-        """Add a run with these settings, under its former name or a new one. It starts later, unless it is complete."""
+        """Add a run with these settings, under its former name or a new one. Keep its result if that is still valid."""
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
             parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
@@ -208,7 +208,7 @@ class SweepRunner:
         return run
 
     def list_arguments(self, run: Run) -> list[str]:
-        """Return the arguments of the run's command line."""
+        """Return the key=value arguments of the run's command line."""
         arguments = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
         settings = as_arguments(run.settings).items()
         return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]

@@ -1,6 +1,6 @@
 """Finds parameters without a gradient on this rank: DeepSpeed would use zeros or another parameter's gradient.
 
-The check runs before backward ends, so a rank that lacks a gradient fails before it shares its other gradients.
+The check runs before backward ends, so a rank that lacks a gradient fails before it shares the last of the others.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Gathers the ranks' shards of weights and optimizer state under ZeRO for checkpoints, and shards them again.
 
-DeepSpeed's own checkpoints can be read by DeepSpeed alone, and its API shows no shards. So this file uses private
-attributes of the DeepSpeed version that constraints.txt pins.
+Only DeepSpeed can read its own checkpoints. To write portable ones, this file also uses names that are not part of
+DeepSpeed's API, but exist in the version that constraints.txt pins.
 """
 
 from typing import Any
