@@ -22,7 +22,7 @@ NAME = "ddp-experiment"
 
 
 def restore_ctrl_c() -> None:
-    """Restore Ctrl-C (SIGINT): a shell's background jobs, and every process that they start, ignore it."""
+    """Make this process react to Ctrl-C (SIGINT), which the background jobs of a shell ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

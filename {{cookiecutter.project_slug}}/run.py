@@ -1,9 +1,9 @@
-"""Trains on the devices of config.yaml: reads the config, computes world_size, starts run_fn once per rank.
+"""Trains on the devices that config.yaml names: reads the config, computes world_size, and calls run_fn on each rank.
 
-python run.py                                   train, on device_ids
-python run.py device_ids=cpu,cpu name=first     any key of config.yaml, changed for this run
+python run.py                                   trains on the devices in device_ids
+python run.py device_ids=cpu,cpu name=first     overrides keys of config.yaml for this run
 torchrun --nproc-per-node=2 run.py              trains on two ranks that torchrun starts
-python run.py evaluate                          the best checkpoint of the run
+python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # imports are inside functions, since the process that starts
 
 
 def run_fn(rank: int, world_size: int, config: "Config") -> None:
-    """Train to the end of the run, as rank `rank` of `world_size`. launch() has set up device and process group."""
+    """Train as rank `rank` of `world_size`. launch() has already set up the device and the process group."""
     from template_package.commands import write_report
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context
@@ -35,7 +35,7 @@ def run_fn(rank: int, world_size: int, config: "Config") -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command and return its exit code: 0 done, 1 a rank failed, 2 user error, 130 Ctrl-C, 143 SIGTERM."""
+    """Run the command. Return 0 for success, 1 for a failure, 2 for a user error, 130 for Ctrl-C, 143 for SIGTERM."""
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # it has no Unix signals, locks and sockets

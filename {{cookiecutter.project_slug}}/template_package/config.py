@@ -1,7 +1,7 @@
-"""Declares the keys of config.yaml as dataclasses: each key with its type, its rule and a line of explanation.
+"""Declares the keys of config.yaml as dataclasses, with the type, the limits and the default of each key.
 
-pydantic checks types and rules. The sections `data` and `model` are the user's own dataclasses and check themselves:
-their `__post_init__` raises ValueError. config_file.py reads the file.
+pydantic checks the types and limits. The sections `data` and `model` are dataclasses in dataset.py and model.py. If
+their values do not fit together, their `__post_init__` may raise ValueError. config_file.py reads config.yaml.
 """
 
 import re
@@ -22,9 +22,9 @@ from .model import ModelConfig
 
 
 def parse_device_ids(value: object) -> str | list[int | str]:
-    """Return `auto`, `auto:2`, or a list with one entry per rank: [0, 2] (GPUs), ["cpu", "cpu"], ["mps"].
+    """Return `auto`, `auto:N`, or a list with one device per rank, for example [0, 2] for two GPUs, or ["cpu", "cpu"].
 
-    value: as in config.yaml or on the command line: 0, "0,2", [0, 2], "cpu" … devices.py checks whether a GPU exists.
+    `value` is, for example, 0, "0,2", [0, 2] or "cpu". Raise ValueError if it has any other form.
     """
     entries = value if isinstance(value, list) else str(value).split(",")
     text = ",".join(str(entry).strip() for entry in entries).replace("，", ",")  # noqa: RUF001 - of a Chinese keyboard
@@ -157,7 +157,7 @@ class LoggingConfig:
 
 @dataclass_transform(kw_only_default=True)
 def _with_chosen_sections(config: Any) -> Any:
-    """Return the class as a dataclass, with a section <name> for each file options_<name>.py of this package."""
+    """Make the class a dataclass that also has a section <name> for each file options_<name>.py of this package."""
     for path in sorted(Path(__file__).parent.glob("options_*.py")):
         name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
         config.__annotations__[name] = options
@@ -202,12 +202,12 @@ _adapter = TypeAdapter(Config)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the checked Config: the defaults, changed by the YAML file, then by `key=value`. Raises ConfigError."""
+    """Read the file, apply `key=value` overrides and return the Config. Raise ConfigError for a wrong key or value."""
     return build_config(read_settings(path, overrides))
 
 
 def build_config(settings: dict[str, Any]) -> Config:
-    """Build and check the Config from settings (nested dicts of text). Raises ConfigError."""
+    """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value."""
     settings = {"data": {}, "model": {}, **settings}
     if problems := [*_check_keys(settings, Config, "")]:
         raise ConfigError("\n".join(problems))
@@ -222,19 +222,19 @@ def build_config(settings: dict[str, Any]) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Convert the config to dicts, lists, text and numbers for YAML, JSON, checkpoints. load_config reads them back."""
+    """Convert the config to plain dicts, lists and values that YAML, JSON and checkpoints can store."""
     return dict(_adapter.dump_python(config, mode="json", warnings=False))
 
 
 def differing_keys(stored: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Return "key: stored value -> present value" for each dotted key whose value differs between two configs."""
+    """Return "key: stored value -> present value" for each key (such as training.epochs) whose two values differ."""
     former, now = dotted(stored), dotted(present)
     values = {key: (former.get(key, "(none)"), now.get(key, "(none)")) for key in former | now}
     return [f"{key}: {one_line(old)} -> {one_line(new)}" for key, (old, new) in values.items() if old != new]
 
 
 def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
-    """Return a stored config with the keys of this version: add new keys with their defaults, drop unknown keys."""
+    """Adapt a stored config to this version of the project: add new keys with their defaults, and drop unknown keys."""
     types, today = get_type_hints(section), dict[str, Any]()
     for item in fields(section):
         if is_dataclass(types[item.name]):
@@ -245,12 +245,12 @@ def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
 
 
 def default_of(item: Any) -> Any:
-    """Return the default of a dataclass field, or MISSING if it has none."""
+    """Return the default value of a dataclass field, or MISSING if the field has no default."""
     return item.default_factory() if callable(item.default_factory) else item.default
 
 
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, dataclass field) for each value of the config, in all sections."""
+    """Yield each key of the config, for example `training.epochs`, together with its dataclass field."""
     types = get_type_hints(section)
     for item in fields(section):
         if is_dataclass(types[item.name]):
@@ -260,7 +260,7 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
-    """Yield an error message for each wrong key. Where a key takes a list, split its text (0.9,0.95) in place."""
+    """Yield a message for each wrong key. If a key takes a list, split text such as "0.9,0.95" in `settings`."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
@@ -297,7 +297,7 @@ def _unknown_key(key: str, value: Any) -> str:
 
 
 def _explain(error: ValidationError) -> Iterator[str]:
-    """Yield one line for each key with a mistake: key, value, rule, remedy."""
+    """Yield one line for each wrong value. The line names the key, the value, the rule that it breaks, and a remedy."""
     known, found = dict(all_keys()), dict[str, list[Any]]()
     for problem in error.errors(include_url=False):  # several of one key, if its type is a union
         location = ".".join(map(str, problem["loc"]))

@@ -1,6 +1,6 @@
 """Reads config.yaml and `key=value` arguments into nested dicts of text. config.py turns the text into typed values.
 
-It needs neither torch nor the user's files, so that run.py can start the fork server before those are imported.
+This file imports neither torch nor the user's files, since the fork server for the ranks may have to start first.
 """
 
 import re
@@ -14,18 +14,18 @@ from .errors import ConfigError, one_line
 
 
 def other_words() -> dict[str, dict[str, str]]:
-    """Read other_words.yaml: keys and values of config.yaml, each with the words that other tools use for it."""
+    """Read other_words.yaml, the names that other tools use for this project's keys, values and functions."""
     return dict(yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes()))
 
 
 def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
-    """List the modules in a folder of this package except `besides`. A user may add a file there, or delete one."""
+    """Return the names of the modules in a folder of this package, except for the names in `besides`."""
     paths = (Path(__file__).parent / folder).glob("[a-z]*")
     return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
 
 
 def our_word(key: str, value: str) -> str | None:
-    """Translate another tool's key and value to `key=value` of config.yaml. Return None if the key is unknown."""
+    """Translate another tool's key and value to `key=value` for config.yaml. Return None if the key is unknown."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
     if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
@@ -35,7 +35,7 @@ def our_word(key: str, value: str) -> str | None:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Reads YAML with null as None, leaves numbers and booleans as text, and raises ConfigError for duplicate keys."""
+    """Reads YAML, but leaves numbers and booleans as text. Raises ConfigError if a key is set twice."""
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         return _null(super().construct_scalar(node), is_quoted=node.style is not None)
@@ -48,7 +48,7 @@ class _TextLoader(yaml.BaseLoader):
 
 
 def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read the file and apply the `key=value` arguments. Returns nested dicts and lists of text and None."""
+    """Read the YAML file, apply the `key=value` overrides, and return nested dicts in which numbers are still text."""
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
@@ -79,7 +79,7 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts into one dict with dotted keys."""
+    """Flatten nested dicts into one dict with dotted keys, such as `training.epochs`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -87,7 +87,7 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML, but leave numbers and booleans as text. ConfigError names the source and the line."""
+    """Parse YAML, but leave numbers and booleans as text. Raise ConfigError, which names `source`, if that fails."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:

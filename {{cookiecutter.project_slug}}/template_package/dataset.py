@@ -1,8 +1,8 @@
-"""YOURS: the data. Here, the 1,797 handwritten digits that come with scikit-learn.
+"""YOURS: the data. This example uses the 1,797 handwritten digits that come with scikit-learn.
 
-Rewrite this file for your own data: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
-model.py; `run.py predict` uses `read_inputs`. Optional attributes of a data set, one number per sample:
-`sample_lengths` (samples of similar length share a batch), `sample_weights` (an epoch draws in proportion to them).
+Rewrite this file for your own data. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
+model.py. `run.py predict` uses `read_inputs`. A data set may have two optional attributes, with one number per sample:
+samples of similar `sample_lengths` share a batch, and an epoch draws samples in proportion to `sample_weights`.
 """
 
 from dataclasses import dataclass
@@ -22,28 +22,28 @@ NUM_CLASSES = 10  # targets are below it; a model that tells fewer classes apart
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. A value that breaks a rule is refused with a one-line error."""
+    """The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
     shift_probability: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Chance that a training image is moved by up to one pixel each way. 0 turns augmentation off."""
+    """Probability that a training image is shifted by up to one pixel in each direction. 0 turns augmentation off."""
 
 
 class Batch(NamedTuple):
-    """A batch for model.py. One item has the same fields without the first dimension; items are stacked field by field.
+    """A batch for model.py. A single sample of the data set has the same fields, without the first dimension B.
 
-    Any tuple or dict of tensors will do; define `collate(items)` in this file if your items differ in size.
+    You may use any tuple or dict of tensors instead. If your samples differ in size, define `collate(items)` here.
     """
 
     inputs: Tensor
     """(B, 1, 8, 8) float32 in [0, 1]."""
     targets: Tensor
-    """(B,) int64, the digit."""
+    """(B,) int64, the digits from 0 to 9."""
 
 
 class Digits(Dataset[Batch]):
-    """Holds images in memory and moves them at random if `shift_probability` is above 0. images: (N, 8, 8), 0 to 16."""
+    """Holds the images in memory, and shifts them at random. `images` is (N, 8, 8), with values from 0 to 16."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability
@@ -62,7 +62,7 @@ class Digits(Dataset[Batch]):
 
 
 def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
-    """Split all images into training, validation and test sets, the same ones in every run (not stratified)."""
+    """Split all images at random into training, validation and test sets. The split is the same in every run."""
     from sklearn.datasets import load_digits  # here, so that a command that reads no data skips this slow import
 
     bunch = load_digits()
@@ -80,9 +80,9 @@ def build_datasets(config: DataConfig) -> tuple[Digits, Digits, Digits]:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Digits, list[str]]:
-    """Read the images for `run.py predict SOURCE`. Return them, and a name for each.
+    """Read the images for `run.py predict SOURCE`. Return a data set of them, and a name for each image.
 
-    source: a .npy file of one image, (8, 8), or of several, (N, 8, 8), with values from 0 to 16.
+    `source` is a .npy file with one image (8, 8) or several (N, 8, 8), with values from 0 to 16.
     """
     try:
         array = numpy.load(source)

@@ -1,4 +1,4 @@
-"""Finds the folder of a run, and writes files so that a killed job leaves the old file whole."""
+"""Finds the folder of a run, and writes files so that the old file stays intact if the job is killed while writing."""
 
 import json
 import os
@@ -13,18 +13,18 @@ RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another fo
 
 
 def run_directory(name: str) -> Path:
-    """Return runs/<name> in the current working directory."""
+    """Return runs/<name>, or <name> in the folder that the environment variable DDP_RUNS_FOLDER names."""
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` as readable JSON, whole or not at all."""
+    """Write `content` as indented JSON. If writing fails, the old file stays intact."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file next to `path`, then sync it and rename it to `path`. FailureError if that fails."""
+    """Let `write` write a temporary file, then rename that file to `path`. Raise FailureError if writing fails."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

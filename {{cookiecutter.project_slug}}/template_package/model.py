@@ -1,9 +1,9 @@
-"""YOURS: the model and its loss. Here, a small convolutional network that classifies 8x8 images.
+"""YOURS: the model and its loss. In this example, a small convolutional network classifies 8x8 images.
 
-Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
+Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`. `run.py predict` uses `predict`. You may add these optional functions: `loss_weight`,
 `training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
-`after_step` and `complete_config`.
+`after_step` and `complete_config`. README.md explains them.
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelConfig:
-    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+    """The keys under `model:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     num_classes: Annotated[int, Field(ge=NUM_CLASSES)] = NUM_CLASSES
     channels: Annotated[int, Field(multiple_of=4, gt=0)] = 32
-    """Feature maps in the first two convolutions; the third has twice as many. A multiple of 4, for GroupNorm."""
+    """Number of feature maps in the first two convolutions; the third has twice as many. It must be a multiple of 4."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Build the network: (B, 1, 8, 8) images -> (B, num_classes) logits."""
+    """Build the network, which maps (B, 1, 8, 8) images to (B, num_classes) logits."""
     narrow, wide = config.channels, 2 * config.channels
     return nn.Sequential(
         *convolution(1, narrow),
@@ -45,7 +45,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
-    """Return three layers: a 3x3 convolution that keeps the image size, a normalization and ReLU."""
+    """Return three layers: a 3x3 convolution that keeps the image size, group normalization, and ReLU."""
     # GroupNorm sees one sample at a time. BatchNorm's statistics would depend on how a batch is cut among devices.
     return nn.Conv2d(num_inputs, num_outputs, 3, padding=1), nn.GroupNorm(4, num_outputs), nn.ReLU()
 
@@ -53,22 +53,22 @@ def convolution(num_inputs: int, num_outputs: int) -> tuple[nn.Module, ...]:
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of one micro-batch, and the logits.
 
-    batch.inputs: (B, 1, 8, 8) float32 in [0, 1]; batch.targets: (B,) int64 class ids.
-    The loss is a scalar: the mean over this rank's B samples, not yet over ranks. The logits are (B, num_classes).
-    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
+    `batch.inputs` is (B, 1, 8, 8) float32 in [0, 1], and `batch.targets` is (B,) int64 class ids.
+    The loss is a scalar, the mean over these B samples of this rank. The logits are (B, num_classes).
+    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
     """
     logits = model(batch.inputs)
     return F.cross_entropy(logits, batch.targets), logits
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that `run.py predict` writes, by name: (B,) each."""
+    """Return what `run.py predict` writes: a dict from the name of each column to a tensor of shape (B,)."""
     probabilities, digits = model(batch.inputs).float().softmax(1).max(1)
     return {"label": digits, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports with the loss. `evaluation.metric` picks the best checkpoint."""
+    """Build the metrics that evaluation reports. `evaluation.metric` names the one that selects the best checkpoint."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 
 def _typed(value: Any) -> Any:
-    """Parse the texts in nested dicts and lists as JSON (true, 5e8), in which DeepSpeed's users write settings."""
+    """Convert strings in nested dicts and lists to the values that they spell in JSON, for example "5e8" to 5e8."""
     if isinstance(value, dict):
         return {key: _typed(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""The training loop: fit, train_step, evaluate, save, resume. You may edit it, like model.py and dataset.py.
+"""The training loop, with the methods fit, train_step, evaluate, save and resume. You may edit this file.
 
-data/loader.py decides which samples a rank sees; strategies/ has a file for each strategy.
-training/ has a file for each intricate guarantee (stopping together, equal replicas, exact resume).
+data/loader.py decides which samples each rank sees. strategies/ has a module for each strategy, for example `ddp`.
+training/ has the trainer's helpers, for example for checkpoints, evaluation, and stopping all ranks together.
 """
 
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains the user's model on the user's data, as one of `context.world_size` ranks that make the same calls."""
+    """Trains the user's model on one rank. Every rank has its own Trainer, and all must make the same calls."""
 
     def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
         config = settle_precision(config, context)  # a run continues in the precision that it began with
@@ -72,7 +72,7 @@ class Trainer:
         return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
-        """Resume the run and train it to its end. Raise StopRun(128 + signal number) if a signal stops it."""
+        """Start or resume the run and train to its end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
             if self.is_complete and from_main((self.directory / "summary.json").exists):  # False if a kill came first
@@ -88,7 +88,7 @@ class Trainer:
             raise StopRun(128 + stop.signal_number)
 
     def train(self, stop: StopRequest) -> None:
-        """Run steps until the run ends or is asked to stop. Log, save and evaluate when they are due."""
+        """Run training steps until the run ends or is asked to stop. Log, evaluate and save as configured."""
         memory = self.begin()
         with suppress(Interrupted):  # raised in an evaluation, which stays pending
             if self.progress.is_evaluation_pending:
@@ -107,7 +107,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find the micro-batch size that fits in memory, dry-run a step and an evaluation, and open the run files."""
+        """Find a micro-batch size that fits in memory, test a step and an evaluation, and open the output files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -131,8 +131,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return this rank's weighted sums of the loss and, if
-        is_logged, of training_metrics(): averaged over ranks, the global batch's means. And the norm before clipping.
+        """Run one optimizer step without waiting for the device. Return a dict of figures and the gradient norm before
+        clipping. Averaged over ranks, the figures are the global batch's mean loss and, if is_logged, training metrics.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -151,7 +151,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Finish a step: check, log and save if that is due, and note whether an evaluation is due."""
+        """After a step, log, save and compare replicas if the config asks for it. Note whether an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)
@@ -172,7 +172,7 @@ class Trainer:
             self.save()  # before the evaluation, which the next start repeats if it fails
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Log the step's figures. Reading them waits for the device, so it is done on logging steps only."""
+        """Log the step's figures, averaged over ranks. Not every step is logged, since logging waits for the device."""
         check_finite(self.losses, self.context)
         progress = self.progress
         values = all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype)) / self.context.world_size
@@ -199,7 +199,7 @@ class Trainer:
                 self.save(is_best=True)
 
     def save(self, *, is_best: bool = False) -> None:
-        """Write a checkpoint of the last finished step."""
+        """Write a checkpoint of the last finished step. If is_best, write it as best.pt."""
         with self.clock.paused():
             # A finite loss may have had a gradient that is not, so look at the weights too.
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
@@ -211,7 +211,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Load this or another run's checkpoint, if any. Call on_epoch_begin() first, which may unfreeze weights."""
+        """Load the checkpoint to continue from, if any. First, call on_epoch_begin() for each epoch that has begun."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
@@ -225,7 +225,7 @@ class Trainer:
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() once for each epoch up to this one. Return True if it froze or unfroze a parameter."""
+        """Call on_epoch_begin() once for each epoch up to `epoch`. Return True if it froze or unfroze a parameter."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
@@ -234,7 +234,7 @@ class Trainer:
         return is_changed
 
     def finish(self) -> None:
-        """Save the last step and its evaluation's result. Close loader and tracker, write summary and best weights."""
+        """Save a final checkpoint, write summary.json and the best weights, and close the loader and the trackers."""
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
             self.save()

@@ -1,4 +1,4 @@
-"""Fixtures: a copy of the project with the tests' own model and data, in which tests run commands as users do."""
+"""Fixtures for the tests: a copy of the project with a small model, in which a test runs commands as a user does."""
 
 from __future__ import annotations
 
@@ -49,14 +49,15 @@ def clean_environment() -> dict[str, str]:
 
 
 def heed_ctrl_c() -> None:
-    """Restore Ctrl-C (SIGINT): a shell's background jobs, and every process that they start, ignore it."""
+    """Make this process react to Ctrl-C (SIGINT), which the background jobs of a shell ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Session:
-    """A process that runs commands one after the other (workload/session.py).
+    """A process that runs commands one after the other. Its code is in workload/session.py.
 
-    Two or more ranks are real processes. All commands share one fork server, whose imports take most of a start's time.
+    If a command has two or more ranks, they are real processes. They start fast, because all commands share one fork
+    server, which has imported torch already.
     """
 
     def __init__(self, folder: Path, output: Path) -> None:
@@ -64,7 +65,7 @@ class Session:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
-        """Run a command. Return its exit code, or None if it did not end in time, and its output."""
+        """Run a command. Return the exit code, which is None if the command does not end in time, and the output."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
@@ -84,7 +85,7 @@ class Session:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process if it is not running. `run` calls this by itself."""
+        """Start the process if it is not running. run() calls this method by itself."""
         if self._process is not None:
             return
         receiver, sender = os.pipe()
@@ -105,7 +106,7 @@ class Session:
         self._replies = os.fdopen(receiver)
 
     def close(self) -> None:
-        """End the process. Its ranks, if it has any, end with it."""
+        """Kill the process. Ranks that the process has started end, too."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -128,13 +129,16 @@ def children(pid: int) -> list[int]:
 
 @dataclass
 class Project:
-    """A copy of the project in its own folder."""
+    """A copy of the project in its own folder, with methods to run commands there and to read their results."""
 
     folder: Path
     session: Session
 
     def start(self, *words: str, command: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-        """Start `python run.py …` as a user does. command: takes the place of `python`."""
+        """Start `python run.py …` as a user does. If `command` is given, such as torchrun, it replaces `python`.
+
+        `words` are the arguments of run.py, and `variables` are added to the environment.
+        """
         return subprocess.Popen(
             [*(command or [sys.executable]), "run.py", *words],
             cwd=self.folder,
@@ -149,7 +153,10 @@ class Project:
         )
 
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
-        """Return the output of a command, which must end with exit code `code`. Without `command`, use the session."""
+        """Run a command and return its output. Fail if its exit code is not `code`.
+
+        If `command` is given, call start(). Otherwise, run `script` in the session, which is faster.
+        """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))
         else:
@@ -164,11 +171,11 @@ class Project:
         return printed
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
-        """Train several runs, {name: arguments}, one after the other in the same ranks."""
+        """Train several runs one after the other in the same ranks. `cases` maps each run's name to its arguments."""
         self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="session")
 
     def edit(self, file: str, old: str, new: str) -> None:
-        """Replace `old` in a file of the package."""
+        """Replace the text `old` by `new` in a file of the package."""
         path = self.folder / PACKAGE / file
         text, written_at = path.read_text(encoding="utf-8"), path.stat().st_mtime
         assert old in text
@@ -176,7 +183,7 @@ class Project:
         os.utime(path, (written_at + 10, written_at + 10))  # Python keeps what it compiled in the same second
 
     def append(self, file: str, code: str) -> None:
-        """Add code to the end of a file of the package. A function in it replaces an earlier one of the same name."""
+        """Add `code` to the end of a file of the package. Its functions replace earlier functions of the same name."""
         path = self.folder / PACKAGE / file
         text = path.read_text(encoding="utf-8")
         self.edit(file, text, f"{text}\n\n{code}\n")
@@ -186,7 +193,7 @@ class Project:
         return self.folder / "runs" / name
 
     def lines(self, name: str, split: str = "train") -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl for one split, without samples_per_second, which differs each time."""
+        """Return the lines of metrics.jsonl for one split. Leave out samples_per_second, which differs between runs."""
         text = (self.directory(name) / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [json.loads(line) for line in text.splitlines()]
         return [
@@ -209,7 +216,7 @@ class Project:
         return state
 
     def rewind(self, name: str, step: int, new_name: str) -> None:
-        """Copy a run as if it had been killed after the checkpoint of `step`."""
+        """Copy a run without its checkpoints after `step`, so that the copy looks like a run that was killed there."""
         import torch
 
         shutil.copytree(self.directory(name), self.directory(new_name))
@@ -219,7 +226,7 @@ class Project:
 
 
 def copy_project(folder: Path, workload: Path = WORKLOAD) -> Path:
-    """Copy run.py and the package to `folder`, with model.py and dataset.py of `workload`. Return the folder."""
+    """Copy run.py and the package to `folder`, but take model.py and dataset.py from `workload`. Return the folder."""
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (ROOT / "run.py", *WORKLOAD.glob("*.py"), *workload.glob("*.py")):
         shutil.copy(path, folder / PACKAGE if path.name in ("model.py", "dataset.py") else folder)
@@ -241,9 +248,9 @@ def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def project(template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
-    """Make a project for one test. Its path has a space and is not ASCII.
+    """Make a project for one test. The path of the project has a space and Japanese characters.
 
-    If there is a folder `faults` next to the test's file, model.py and dataset.py are copied from there.
+    If there is a folder `faults` next to the test's file, model.py and dataset.py are copied from that folder.
     """
     folder = tmp_path / "my 実験"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -253,7 +260,7 @@ def project(template_project: Path, session: Session, tmp_path: Path, request: p
 
 
 def write_config(folder: Path, **sections: Any) -> None:
-    """Add these sections to the project's config.yaml, or replace them."""
+    """Write these sections to the project's config.yaml. They replace sections of the same name."""
     path = folder / "config.yaml"
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump(content | sections, allow_unicode=True), encoding="utf-8")

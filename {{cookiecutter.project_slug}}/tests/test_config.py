@@ -1,4 +1,4 @@
-"""Tests of config.yaml and the command line: values are read or refused, and each refusal is one line with a remedy."""
+"""Tests of config.yaml and the command line: correct values are read, and wrong values give a one-line error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +19,13 @@ Refuse = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove your complete_config(), which may read data that are not on this machine."""
+    """Remove complete_config() of your model.py, which may read data that are not on this machine."""
     monkeypatch.delattr(user_model, "complete_config", raising=False)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Write a config file with your own sections of config.yaml and no tracker. Other keys keep their defaults."""
+    """Write a config file with the sections `data` and `model` of your config.yaml and no tracker. Return its path."""
     file, written = tmp_path / "設定.yaml", yaml.safe_load(CONFIG_YAML.read_text(encoding="utf-8"))
     own = {name: written[name] for name in OWN_SECTIONS if written.get(name)}
     file.write_text(yaml.safe_dump({**own, "logging": {"tracker": "none"}}), encoding="utf-8")
@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def refuse(path: Path) -> Refuse:
     def refuse(*overrides: str) -> str:
-        """Return the message of the error that these arguments raise. It must be one line."""
+        """Return the message of the ConfigError that these arguments raise. Fail if the message is not one line."""
         with pytest.raises(ConfigError) as refusal:
             load_config(path, overrides)
         assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500

@@ -1,4 +1,4 @@
-"""Tests of the loader: which rank gets which samples. One process reads the samples of all ranks in turn."""
+"""Tests which rank gets which samples. A single process reads the samples of one rank after the other."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from template_package.training.evaluation import EvaluationLoader
 
 @pytest.fixture(autouse=True)
 def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore your `collate` in dataset.py and `loss_weight` in model.py, which would not fit the data here."""
+    """Ignore `collate` in your dataset.py and `loss_weight` in your model.py, which would not fit these tests' data."""
     monkeypatch.setattr(loader_module, "_collate", default_collate)
     monkeypatch.setattr(loader_module, "_loss_weight", None)
 
 
 class Squares(Dataset[Any]):
-    """Sample i is (i, a random number). The number must depend on epoch and i alone, not on the rank or worker."""
+    """Sample i is the pair of i and a random number, which the loader must make equal on all ranks and workers."""
 
     def __len__(self) -> int:
         return 23
@@ -57,7 +57,10 @@ def train_loader(
 
 
 def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:
-    """Return one list of micro-batches for each of a rank's `num_steps` steps, beginning at `position`."""
+    """Return the micro-batches of a rank, as one list for each of `num_steps` steps.
+
+    The first step begins `position` samples into epoch 0.
+    """
     loader = train_loader(rank=rank, world_size=world_size, **options)
     loader.start(0, position)
     taken = [[micro for micro, _ in loader.next_step(nn.Identity())] for _ in range(num_steps)]
@@ -72,7 +75,7 @@ def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -
 
 
 def indices_of(batches: list[MicroBatch]) -> list[int]:
-    """Return the indices of the samples, without those of filler micro-batches, whose num_samples is 0."""
+    """Return the indices of the samples. Skip micro-batches with num_samples = 0: they are fillers and do not count."""
     return [i for micro in batches if micro.request.num_samples for i in micro.request.indices]
 
 
@@ -138,7 +141,7 @@ def test_whole_batches_are_fetched_in_one_call() -> None:
 
 
 class Sized(Batches):
-    """Samples of different lengths. Only a few are long."""
+    """A data set whose samples have different lengths. Only a few samples are long."""
 
     def __init__(self, num_samples: int) -> None:
         self.sample_lengths = [1 + (7 * i % num_samples) ** 3 // num_samples**2 for i in range(num_samples)]
@@ -148,7 +151,7 @@ class Sized(Batches):
 
 
 def padded(batches: list[list[int]], lengths: list[int]) -> float:
-    """Return the size of the padded batches, divided by the sum of their samples' lengths."""
+    """Return the total size of the batches after padding, divided by their total size before padding."""
     padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
     return padded / sum(lengths[i] for batch in batches for i in batch)
 
@@ -259,7 +262,7 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
 
 
 class Rare(Dataset[Tensor]):
-    """Every item draws from torch's random generator. Item 20 also draws from Python's and NumPy's."""
+    """Every item draws from torch's random generator. Item 20 also draws from the generators of Python and NumPy."""
 
     def __len__(self) -> int:
         return 40
@@ -285,7 +288,10 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
 
 
 def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
-    """Draw one normal number per step. A generator makes two at once, so reading must preserve the second, too."""
+    """Draw a normally distributed number in each step. Reading samples must not change these numbers.
+
+    The generators make such numbers in pairs, and keep the second one, which reading must preserve, too.
+    """
 
     def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:
         random.seed(1)

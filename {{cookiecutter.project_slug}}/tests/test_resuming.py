@@ -1,4 +1,4 @@
-"""Tests of restarting a run: a resumed run equals an uninterrupted run bit for bit; changed settings are refused."""
+"""Tests of restarting: a resumed run must equal an uninterrupted run bit for bit, and changed settings are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANDOM = ("model.dropout=0.3", "data.noise=0.1")
 
 
 def assert_equal(first: Any, second: Any, path: str = "") -> int:
-    """Assert that two states are equal bit for bit, except for `config`. Return the number of tensors compared."""
+    """Assert that two states are equal bit for bit, except for `config`. Return the number of compared tensors."""
     if isinstance(first, torch.Tensor):
         assert torch.equal(first, second), path
         return 1

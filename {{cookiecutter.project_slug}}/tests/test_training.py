@@ -1,4 +1,4 @@
-"""Tests that training with any number of ranks and micro-batches equals one process that takes the whole batch."""
+"""Tests that training with any number of ranks and micro-batches equals training in one process on whole batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, MAX_NORM = 103, 16, 2, 0.8
 def reference_run(
     dtype: str, *, is_weighted: bool = False, global_batch_size: int = GLOBAL_BATCH_SIZE
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return losses and final weights of a plain loop over global batches. The package gives only the sample order."""
+    """Train by a plain PyTorch loop, which shares only the sample order with the package. Return losses and weights."""
     torch.manual_seed(42)
     lengths: dict[str, Any] = {"min_length": 0, "max_length": 9} if is_weighted else {}
     data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0)

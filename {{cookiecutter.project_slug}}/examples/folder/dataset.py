@@ -1,7 +1,7 @@
-"""YOURS: the data. Here, image files, one folder for each class. Set `data.folder` in config.yaml to your own folder.
+"""YOURS: the data. This example uses image files, with one folder for each class.
 
-Or rewrite this file for other data: the trainer uses `DataConfig` and `build_datasets`, and hands each batch to
-model.py; `run.py predict` uses `read_inputs`.
+To use your own images, set `data.folder` in config.yaml. For other data, rewrite this file. The trainer uses
+`DataConfig` and `build_datasets`, and passes each batch to model.py. `run.py predict` uses `read_inputs`.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).v
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. A value that breaks a rule is a one-line error before anything starts."""
+    """The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     folder: str = field(default=DIGITS, metadata={"decisive": False})
     class_names: list[str] = field(default_factory=list)  # complete_config() fills this in; a run keeps its class ids
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class Images(Dataset[Batch]):
-    """Reads image files. samples: (path, class id) pairs. weights: (num_classes,) float32, the weight of each class."""
+    """Reads image files. `samples` holds (path, class id) pairs. `weights` is (num_classes,) float32, one per class."""
 
     def __init__(self, samples: list[tuple[str, int]], weights: Tensor, config: DataConfig, is_training: bool = False):
         self.samples, self.weights, self.config, self.is_training = samples, weights, config, is_training
@@ -79,7 +79,7 @@ class Images(Dataset[Batch]):
 
 
 def check_files(paths: list[str]) -> None:
-    """Raise ConfigError if an image is broken, or gray with over 8 bits. A cut JPEG is not noticed before training."""
+    """Raise ConfigError if an image is broken, or gray with more than 8 bits. Truncated JPEGs are not found here."""
     problems = []
     for path in paths:
         try:
@@ -94,7 +94,7 @@ def check_files(paths: list[str]) -> None:
 
 
 def build_datasets(config: DataConfig) -> tuple[Images, ...]:
-    """Return the training set, the validation set and, if there are test images, a test set: the same in every run."""
+    """Return the training, validation and, if there are test images, test sets. The sets are the same in every run."""
     if config.folder == DIGITS and not (ROOT / DIGITS).exists():
         write_digits(ROOT / DIGITS)
     splits, samples = find_splits(config), {"train": list[tuple[str, int]](), "validation": [], "test": []}
@@ -118,7 +118,7 @@ def build_datasets(config: DataConfig) -> tuple[Images, ...]:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Images, list[str]]:
-    """Return the images for `run.py predict SOURCE`, and a name for each. source: an image file or a folder of them."""
+    """Return the images for `run.py predict SOURCE`, and the name of each. SOURCE is an image file or a folder."""
     path = Path(source)
     folder, names = (path, list_images(path)) if path.is_dir() else (path.parent, [path.name])
     if not names:
@@ -127,7 +127,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Images, list[str]]:
 
 
 def find_splits(config: DataConfig) -> dict[str, list[Path]]:
-    """Return {split: class folders} for train, validation (or val) and test; without train/, data.folder is "train"."""
+    """Return the class folders of each split. Without train/, the class folders in data.folder are all for training."""
     folder = ROOT / config.folder
     if config.folder == DIGITS and not folder.exists():  # build_datasets() makes it
         return {"train": [folder / digit for digit in "0123456789"]}
@@ -139,12 +139,12 @@ def find_splits(config: DataConfig) -> dict[str, list[Path]]:
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the sorted paths, relative to `folder`, of the images in it and its subfolders, without hidden files."""
+    """Return the sorted paths of the images in `folder` and its subfolders, relative to `folder`. Skip hidden files."""
     return sorted(path for path in iglob("**", root_dir=folder, recursive=True) if path.lower().endswith(SUFFIXES))
 
 
 def write_digits(folder: Path) -> None:
-    """Write the 1,797 handwritten digits of scikit-learn as PNGs of 8 by 8 pixels: folder/<digit>/<number>.png."""
+    """Write the 1,797 handwritten digits of scikit-learn as 8x8 PNG files to `folder`/<digit>/<number>.png."""
     from sklearn.datasets import load_digits  # here, so that only who writes the files pays for the import
 
     folder.parent.mkdir(exist_ok=True)

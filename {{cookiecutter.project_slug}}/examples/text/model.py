@@ -1,10 +1,10 @@
-"""YOURS: the model and its loss. Here, small transformer encoders that vote on the class of a sentence.
+"""YOURS: the model and its loss. In this example, small transformer encoders vote on the class of a sentence.
 
 They are trained from scratch. If `model.pretrained` names a Hugging Face sequence classifier, it is fine-tuned instead.
-Rewrite this file for your own model: the trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
-and `update_metrics`, and `run.py predict` uses `predict`. Optional functions, which README.md explains: `loss_weight`,
+Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
+and `update_metrics`. `run.py predict` uses `predict`. You may add these optional functions: `loss_weight`,
 `training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
-`after_step` and `complete_config`.
+`after_step` and `complete_config`. README.md explains them.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelConfig:
-    """The keys of config.yaml under `model:`. A ValueError raised here is shown as one line, before anything starts."""
+    """The keys under `model:` in config.yaml. If this class raises a ValueError, the user sees a one-line error."""
 
     pretrained: str | None = None
-    """Name or folder of a Hugging Face sequence classifier. Of the keys below it uses num_classes alone."""
+    """Name or folder of a Hugging Face sequence classifier. It ignores all keys below except for num_classes."""
     num_members: int = 3
-    """Number of encoders, which are trained together and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474).
+    """Number of encoders. They are trained together and vote (Lakshminarayanan et al. 2017, arXiv:1612.01474).
 
-    With a few thousand sentences, results depend on the initial weights: three encoders equal one with twice the data.
+    With a few thousand sentences, three encoders are about as accurate as one encoder with twice the data.
     """
     hidden_size: int = 64
     num_layers: int = 1
@@ -37,7 +37,7 @@ class ModelConfig:
     dropout: float = 0.4
     embedding_dropout: float = 0.5
     token_dropout: float = 0.4
-    """Chance that a token or a pair of tokens is left out of a training sentence."""
+    """Probability that a token, or a pair of tokens, is left out of a sentence in training."""
     num_classes: int = 0
     """0 means the number of data.label_names."""
     vocabulary_size: int = 0
@@ -63,7 +63,7 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Fill in keys of `model` from `data`, and data.tokenizer from model.pretrained. Called when the config is read."""
+    """Replace zeros in `model` by values from `data`, and an empty data.tokenizer by model.pretrained."""
     data.tokenizer = data.tokenizer or model.pretrained
     model.num_classes = model.num_classes or len(data.label_names)
     model.vocabulary_size = model.vocabulary_size or data.vocabulary_size
@@ -80,12 +80,12 @@ def complete_config(model: ModelConfig, data: DataConfig) -> None:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """Build the network: (B, L, 2) ids of tokens and pairs, (B, L) mask -> (B, num_members, num_classes) logits."""
+    """Build the network, which maps (B, L, 2) ids and a (B, L) mask to (B, num_members, num_classes) logits."""
     return Pretrained(config.pretrained, config.num_classes) if config.pretrained else Ensemble(config)
 
 
 class Ensemble(nn.Module):
-    """Runs encoders that began with different weights, and stacks their logits: (B, num_members, num_classes)."""
+    """Runs several encoders that began with different weights. Returns (B, num_members, num_classes) logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class Ensemble(nn.Module):
 
 
 class SentenceEncoder(nn.Module):
-    """A transformer encoder. It classifies the mean of its outputs over the tokens: (B, num_classes) logits.
+    """A transformer encoder. It averages its outputs over the tokens, and returns (B, num_classes) logits.
 
     Its input is the sum of three embeddings: of the token, of its position, and of its pair with the token before it.
-    Where tokens are characters, such pairs come close to words.
+    In languages where a token is a single character, such pairs are often words.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -133,7 +133,7 @@ class SentenceEncoder(nn.Module):
 
 
 class Pretrained(nn.Module):
-    """Wraps a Hugging Face model: (B, L, 1) token ids, (B, L) mask -> (B, 1, num_classes) logits, of one member."""
+    """Wraps a Hugging Face model, which maps (B, L, 1) token ids and a (B, L) mask to (B, 1, num_classes) logits."""
 
     def __init__(self, name: str, num_classes: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Pretrained(nn.Module):
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy over one micro-batch and all members, and the (B, num_classes) probabilities.
 
-    Call `model(...)` itself, exactly once: DDP averages the gradients through that call.
+    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
     """
     logits = model(batch.inputs, batch.mask)
     targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])  # (B, num_members): each learns by itself
@@ -166,13 +166,13 @@ def vote(logits: Tensor) -> Tensor:
 
 
 def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the columns that `run.py predict` writes, by name: (B,) each. A `label` is written as its class name."""
+    """Return the columns that `run.py predict` writes, each (B,). The class ids in `label` become class names."""
     probabilities, labels = vote(model(batch.inputs, batch.mask)).max(1)
     return {"label": labels, "probability": probabilities}
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics that evaluation reports with the loss. `evaluation.metric` picks the best checkpoint.
+    """Build the metrics that evaluation reports. `evaluation.metric` names the one that selects the best checkpoint.
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """

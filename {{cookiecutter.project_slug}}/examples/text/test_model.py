@@ -67,7 +67,7 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Micro-batches and multi-device training need this. BatchNorm and a loss that is no mean over samples fail it."""
+    """Micro-batches and several devices rely on this. BatchNorm, or a loss that is no mean over samples, breaks it."""
     model, batch = make_model(), make_batch(20)
     parameters = list(model.parameters())
     whole = torch.autograd.grad(compute_loss(model, batch)[0], parameters)
@@ -79,7 +79,7 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
 
 
 def test_padding_does_not_change_what_is_said_of_a_sentence() -> None:
-    """Otherwise a sentence's label would depend on the other sentences in its batch."""
+    """If padding changed the output, a sentence's label would depend on the other sentences in the batch."""
     model, batch = make_model().eval(), make_batch(6)
     for row in range(6):
         length = int(batch.mask[row].sum())

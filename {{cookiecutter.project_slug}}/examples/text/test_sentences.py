@@ -1,4 +1,4 @@
-"""Tests that run the example as a user does: two ranks train, three evaluate and predict, changed data are refused."""
+"""Tests that run the example as a user does. Two ranks train, three ranks predict, and changed data are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a copy of this project, with only 120 of its sentences."""
+    """Copy this project, with only 120 of the sentences. Return the folder of the copy."""
     folder = tmp_path_factory.mktemp("text 例")
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("run.py", "config.yaml"):

@@ -1,4 +1,4 @@
-"""Tests of text_files.py: every kind of file gives the same rows, and a wrong row is reported with file and line."""
+"""Tests of text_files.py: all kinds of files give the same rows, and a wrong row is reported with its file and line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Reads rows of text and label (from .txt files, texts alone), and names file and line of the first wrong rows."""
+"""Reads rows of text and label from files. If rows are wrong, an error names the file and the first wrong lines."""
 
 import csv
 import json
@@ -17,17 +17,18 @@ MAX_PROBLEMS = 3
 
 
 def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -> list[tuple[str, int]]:
-    """Return text and class id of each row, or of the first `max_rows`. ConfigError names file and line of wrong rows.
+    """Return text and class id of each row, or only of the first `max_rows`.
 
-    .json: [[text, label], …]. .jsonl: one [text, label] per line. In both, a row may also be {"text": …, "label": …}.
-    .csv, .tsv: text and label, or any columns below a header that names `text` and `label`.
-    A label is one of `label_names`, or its index in that list, counted from 0.
+    Raise ConfigError if a row is wrong; its message names the file and the line.
+    A .json file holds a list [[text, label], …], and each line of a .jsonl file holds [text, label]. In both, a row may
+    also be {"text": …, "label": …}. A .csv or .tsv file has two columns, text and label, or any columns below a header
+    that names `text` and `label`. A label is one of `label_names`, or its index in that list, counted from 0.
     """
     return _read(path, max_rows, lambda record: (_text(record), _class_id(record, label_names)))
 
 
 def read_texts(path: Path) -> list[str]:
-    """Return the text of each row (labels are optional) or, for a .txt file, each line that is not blank."""
+    """Return the text of each row. Labels are optional. In a .txt file, each line that is not blank is a text."""
     return _read(path, None, _text)
 
 
@@ -85,11 +86,11 @@ def _class_id(record: Any, label_names: list[str]) -> int:
 
 
 Records = Iterator[tuple[str, Any]]
-"""(position, record) pairs. A record that cannot be read is replaced by the ValueError that was raised."""
+"""Pairs of a position, such as "line 3", and a record. A ValueError takes the place of a record that is unreadable."""
 
 
 def _read_json(content: str) -> Records:
-    """Decode the rows one by one, because json.loads() would not report their line numbers."""
+    """Decode the rows one by one, because json.loads() would not report line numbers of rows."""
     decoder, gap = json.JSONDecoder(), re.compile(r"[\s,]*")
     opening = re.match(r"\s*\[", content)
     if opening is None:

@@ -1,4 +1,4 @@
-"""The command line of run.py. Each command except `train` is a file or folder here with `main(line)`."""
+"""Reads run.py's command line. Each command except `train` is a module in this folder with a function main(line)."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass
 class CommandLine:
-    """Holds the parsed arguments of run.py. rest: arguments that only the command reads (predict's input, --json)."""
+    """Holds run.py's parsed arguments. `rest` has arguments that only one command knows, for example `--json`."""
 
     config_path: Path
     command: str = "train"
@@ -35,10 +35,10 @@ class CommandLine:
     is_config_typed: bool = False
 
     def load_config(self) -> "Config":
-        """Return the Config from the config file and the arguments. Raises ConfigError.
+        """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
-        Unless --config is given or a launcher started the ranks, evaluate and predict read the config.yaml of the
-        run's folder instead, except for name, device_ids, launch, loader and evaluation.
+        If the run exists, evaluate and predict use the config.yaml in the run's folder, except for the settings name,
+        device_ids, launch, loader and evaluation. With --config or under a launcher, they use the config file alone.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
@@ -65,7 +65,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
-    """Sort the arguments into a CommandLine. Raise ConfigError for an unknown one, and SystemExit(0) after --help."""
+    """Parse the arguments. Raise ConfigError if the command does not exist, and SystemExit(0) after --help."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
     about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
     parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
@@ -93,7 +93,7 @@ def parse_command_line(arguments: Sequence[str], default_config: Path) -> Comman
 
 
 def write_report(directory: Path) -> None:
-    """Write the run's report.html, if the project has the command `report`. If that fails, only warn."""
+    """Write report.html for the run, if the project has the command `report`. If that fails, only log a warning."""
     if "report" in available_files("commands"):
         try:
             import_module(".report", __package__).write_report([directory], directory / "report.html")

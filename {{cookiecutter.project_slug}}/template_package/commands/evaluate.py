@@ -1,4 +1,4 @@
-"""`python run.py evaluate`: writes loss and metrics of a checkpoint to evaluation.json, on any number of devices."""
+"""`python run.py evaluate`: evaluates a checkpoint on any number of devices, and writes evaluation.json."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def main(line: CommandLine) -> int:
 
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
-    """Evaluate `evaluation.checkpoint` on this rank's part of `evaluation.split`; rank 0 writes the result of all."""
+    """Evaluate the chosen checkpoint on this rank's share of the data. Rank 0 writes the result over all ranks."""
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
@@ -55,7 +55,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
-    """Return a checkpoint's state, a strategy that holds its weights, and what build() returns. All ranks call it."""
+    """Return a checkpoint's state, a strategy with these weights, and build()'s result. All ranks must call this."""
     is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
     state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
     config = settle_precision(config, context)
@@ -76,7 +76,7 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
 
 
 def find_checkpoint(config: Config, directory: Path) -> Path:
-    """Return the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
+    """Return the path of the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
 
     def find() -> Path:
         checkpoints, choice = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint

@@ -1,6 +1,6 @@
-"""`python run.py predict INPUT`: writes a saved model's predictions for new inputs, on any number of devices.
+"""`python run.py predict INPUT`: writes the predictions of a trained model for new inputs to predictions.jsonl.
 
-read_inputs() in dataset.py defines the inputs, and predict() in model.py defines the predictions.
+read_inputs() in dataset.py reads the inputs, and predict() in model.py computes the predictions.
 """
 
 import json
@@ -38,7 +38,7 @@ def main(line: CommandLine) -> int:
 
 
 def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
-    """Predict this rank's part of the inputs; rank 0 writes the rows in the order of the inputs."""
+    """Compute predictions for this rank's share of the inputs. Rank 0 writes all predictions, in the inputs' order."""
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     checkpoint = find_checkpoint(config, directory)
     with rank_logs(directory, context):
@@ -63,7 +63,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 @torch.no_grad()
 def _predict_part(strategy: Strategy, loader: EvaluationLoader, size: int) -> dict[int, dict[str, Any]]:
-    """Predict this rank's inputs, `size` at a time, and return {index: row}."""
+    """Predict this rank's share of the inputs, `size` inputs at a time. Return {index of an input: its prediction}."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
     for batch, request in loader.read(size):

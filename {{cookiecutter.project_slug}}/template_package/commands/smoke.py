@@ -1,6 +1,6 @@
-"""`python run.py smoke`: trains your model on two CPU ranks (gloo), saves, resumes in a second run, evaluates.
+"""`python run.py smoke`: tests that your model trains, saves, resumes and evaluates on two CPU ranks.
 
-This process checks the files of these runs, then deletes them. If the test fails, .smoke/log.txt stays.
+The command checks the files of its test runs, and then deletes the files. If the test fails, .smoke/log.txt is kept.
 """
 
 import json
@@ -46,7 +46,7 @@ def main(line: CommandLine) -> int:
 
 
 def _train_resume_evaluate(settings: list[str]) -> int:
-    """Run the test and return the number of evaluated samples. Raise AssertionError if the runs' files are wrong."""
+    """Run the test and return the number of evaluated samples. Raise AssertionError if a run or a check fails."""
     first, second = FOLDER / "runs" / "first", FOLDER / "runs" / "second"
     _run("training on two ranks", settings)
     print(*re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")), sep="", end="")
@@ -68,7 +68,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
 
 
 def _run(task: str, arguments: list[str], command: str = "train") -> None:
-    """Run run.py with its runs in the scratch folder. If it fails, raise AssertionError with the end of its output."""
+    """Start run.py on a run in .smoke/. If run.py fails, raise AssertionError with the last lines of the output."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}

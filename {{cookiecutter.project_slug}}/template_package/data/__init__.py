@@ -12,7 +12,7 @@ from .loader import TrainLoader, is_stream, seed_generators
 
 
 def build_datasets(config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
-    """Build the user's data sets, seeded alike on all ranks. Local rank 0 builds first: one download per node."""
+    """Build the user's data sets with the same seed on all ranks. Local rank 0 builds (and downloads) them first."""
     seed_generators(config.seed)
     with context.local_rank_first("data"):
         return tuple(user_data.build_datasets(config.data))

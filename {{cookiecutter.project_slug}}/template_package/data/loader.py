@@ -1,8 +1,8 @@
-"""Decides which rank gets which samples (the epoch's order, its global batches, each rank's share, its micro-batches),
-and reads them, in the rank or in worker processes.
+"""Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
 
-All of it is arithmetic on (seed, epoch, position), so a run resumes in the middle of an epoch, on any number of ranks,
-without replaying anything.
+An epoch's shuffled samples are cut into global batches, a global batch into one share per rank, and a share into
+micro-batches. All of this is computed from the seed, the epoch and the position in the epoch. So a run can resume in
+the middle of an epoch, on any number of ranks, without reading the samples before that position again.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ _takes_module = sum(parameter.default is parameter.empty for parameter in _param
 
 @dataclass(slots=True)
 class Request:
-    """Names the samples of one micro-batch. Not a tuple: torch's pinning would search every index for tensors."""
+    """Lists the samples of one micro-batch. It is not a tuple, since pin_memory would search a tuple for tensors."""
 
     epoch: int
     indices: list[int]
@@ -63,17 +63,17 @@ class Request:
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward pass, and the Request (indices, weight) for which they were read."""
+    """Holds the samples of one forward pass, and the Request that asked for them."""
 
     batch: Any
     request: Request
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """Return the shuffled indices of one epoch, the same on every rank: (num_samples,) int64.
+    """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
-    weights: if given, samples are drawn in proportion to them, with replacement, and position * num_samples is added
-    to each index, so that the random augmentation of a sample differs each time that it is drawn.
+    If `weights` are given, samples are drawn in proportion to their weights, with replacement. Then i * num_samples is
+    added to the i-th index, so that a sample that is drawn twice gets two different random augmentations.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -83,10 +83,10 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
 
 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Return the entries of a shuffled range(num_samples) at these positions, (n,) int64, and compute only those.
+    """Return the entries of a shuffled range(num_samples) at these positions, without computing any other entry.
 
-    Six rounds of a Feistel network permute the numbers below a power of 4. A result beyond the last index
-    is permuted again until it is a valid index (cycle walking), on average at most three times.
+    `positions` and the result are int64 tensors of shape (n,). A Feistel network of six rounds permutes the numbers
+    below a power of 4. A result that is not below num_samples is permuted again until it is (cycle walking).
     """
     half = max(1, ((num_samples - 1).bit_length() + 1) // 2)  # bits
     left, right = positions >> half, positions & (1 << half) - 1
@@ -101,10 +101,10 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
 
 
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
-    """Reorder `order` so that each global batch of `size` has samples of similar length and needs little padding.
+    """Reorder an epoch's indices so that samples of similar lengths share a global batch, which saves padding.
 
-    Each group of WINDOW batches is sorted by length and cut into batches again; then all batches of the
-    epoch are shuffled. A shorter last batch stays at the end, unsorted.
+    Each group of WINDOW global batches (of `size` samples) is sorted by length and cut into batches again. Then all
+    batches of the epoch are shuffled. If the last batch is shorter than the others, it stays at the end, unsorted.
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
@@ -116,7 +116,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """Return the data set's attribute `name` as float64, one number per sample, or None if it has no such attribute."""
+    """Return the data set's attribute `name` as a float64 tensor, one number per sample, or None if it is not set."""
     if getattr(dataset, name, None) is None:
         return None
     numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
@@ -126,13 +126,13 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set has no __len__, or no __getitem__ and no __getitems__ besides torch.Dataset's."""
+    """Return True if the data set can only be iterated: it lacks __len__, or both __getitem__ and __getitems__."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
 
 def check_dataset(dataset: Any, name: str) -> int:
-    """Count the samples. Raise ConfigError if the count is 0, unknown or different on a rank. All ranks call it."""
+    """Count the samples. Raise ConfigError if the count is 0 or unknown, or if ranks disagree. All ranks call this."""
     if is_stream(dataset):
         rule = "a stream can be trained on, not evaluated. Return a list of its first items, say"
         raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
@@ -146,7 +146,7 @@ def check_dataset(dataset: Any, name: str) -> int:
 
 
 class TrainLoader:
-    """Reads this rank's micro-batches, step by step and without end, beginning at any position."""
+    """Reads this rank's micro-batches, step after step and epoch after epoch. It can begin anywhere in an epoch."""
 
     cursor: Any = None  # what a stream's checkpoint must hold besides epoch and position
 
@@ -165,17 +165,17 @@ class TrainLoader:
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
-        """Let the next step begin `position` samples into `epoch` (epochs counted from 0)."""
+        """Make the next step begin at sample number `position` of epoch number `epoch`. Both numbers count from 0."""
         batches = self._global_batches(epoch, position)
         # For 32 steps at once: made one by one, with CPU caches that a step has left cold, they take far longer.
         blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
         self._batches = self._reader.read(chain.from_iterable(blocks))
 
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
-        """Yield the micro-batches of this rank's share of the next global batch, each with its weight in the loss.
+        """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        A weight is world_size times the micro-batch's part of the global batch: of its samples, or of the sum of
-        loss_weight(). So the sum of weight * loss on each rank, averaged over ranks, is the mean of the global batch.
+        The weight is world_size times the micro-batch's fraction of the global batch, counted in samples or (if given)
+        in loss_weight() of model.py. The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -188,7 +188,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return the largest (choose=min: smallest) micro-batch of a step, to rehearse with. Call start() after it."""
+        """Return a step's largest micro-batch, or its smallest (choose=min), for a dry run. Call start() afterwards."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -207,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield each global batch, beginning at `position`: its epoch, and its part of that epoch's order."""
+        """Yield (epoch, indices) for each global batch, beginning at `position` of `epoch`, without end."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -222,7 +222,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Cut this rank's share of a global batch into micro-batches. Sizes of shares differ by at most 1 sample."""
+        """Yield a Request for each micro-batch of this rank's share. Ranks' shares differ by at most one sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
         # since its BatchNorm statistics are the ones that are saved.
@@ -238,11 +238,11 @@ class TrainLoader:
 
 
 class Fetcher(Dataset[MicroBatch]):
-    """Reads one requested micro-batch, and leaves the random generators as they were.
+    """Reads the micro-batch of one Request, and leaves the random generators as they were.
 
-    Before each item it seeds the generators that the data set uses, with a hash of (seed, epoch, index); before
-    collate, with another hash of the first index. When the data set uses a generator for the first time, the batch is
-    read again with that generator seeded, too. If the data set has `__getitems__`, one call reads the whole batch.
+    Before it reads an item, it seeds the generators that the data set uses, with a hash of (seed, epoch, index). It
+    seeds them again before collate. When the data set uses a generator for the first time, the batch is read again
+    with that generator seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
     """
 
     max_workers = 8
@@ -273,7 +273,7 @@ class Fetcher(Dataset[MicroBatch]):
         self._epoch = epoch
 
     def _read(self, request: Request) -> Any:
-        """Read the batch. If the data set draws from a generator that was not seeded, seed it and read again."""
+        """Read the batch. If the data set used a generator that was not seeded, seed it and read the batch again."""
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
@@ -311,7 +311,7 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 class Requests:
-    """A sampler whose requests can be replaced, since a DataLoader keeps its sampler and its workers for good."""
+    """A sampler for the DataLoader. Its requests can be replaced, so that the DataLoader can keep its workers."""
 
     now: Iterable[Request] = ()
 
@@ -320,7 +320,7 @@ class Requests:
 
 
 class BatchReader:
-    """Reads requested micro-batches onto the rank's device; worker processes live as long as this object."""
+    """Reads micro-batches and moves them to the rank's device. Its worker processes live as long as this object."""
 
     def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, seed: int, name: str) -> None:
         self.num_samples = check_dataset(dataset, name)
@@ -348,7 +348,7 @@ class BatchReader:
             )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """Read the requested micro-batches, in order. Drop any that an earlier call requested but did not deliver."""
+        """Return an iterator over the requested micro-batches, in order. It replaces an earlier call's iterator."""
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
@@ -373,7 +373,7 @@ class Movable(Protocol):
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Move everything movable in the batch to `device`. Keep the types of tuples, lists, mappings and dataclasses."""
+    """Move to `device` everything in the batch that has a to() method, also inside lists, mappings and dataclasses."""
 
     def move_one(value: Movable) -> Any:
         return value.to(device, non_blocking=device.type == "cuda") if isinstance(value, Tensor) else value.to(device)
@@ -383,7 +383,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, a 0-dim tensor. A filler, whose num_samples is 0, weighs 0."""
+    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor. The weight is 0 if num_samples is 0."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -396,13 +396,13 @@ def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "num
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a 63-bit hash of (seed, epoch, index) as a seed. The sum of the three would often repeat a seed."""
+    """Return a seed: a 63-bit hash of (seed, epoch, index). Their sum would often give the same seed twice."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """Return the random states of this rank and its devices, in types that torch.load(weights_only=True) takes."""
+    """Return the states of all random generators (CPU and `devices`). torch.load(weights_only=True) can load them."""
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),
@@ -413,7 +413,7 @@ def get_random_states(*devices: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
-    """Set the states that get_random_states() returned. Leave out CUDA states for which `devices` has no GPU."""
+    """Restore the states that get_random_states() returned. CUDA states for which `devices` has no GPU are ignored."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     numpy.random.set_state((name, keys.numpy(), *rest))
@@ -432,7 +432,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states as bytes, to tell if one was used. Asking Python and NumPy is 20 times slower."""
+    """Return the generators' states, to compare them later. Python's and NumPy's functions are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),
@@ -442,7 +442,7 @@ def raw_states() -> dict[str, Any]:
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """Context that restores, at its end, the states of the random generators of the CPU and of these devices."""
+    """When this context ends, set the random generators of the CPU and of `devices` back to their former states."""
     states = get_random_states(*devices)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Reads a training set without a length (a stream). It is cut into parts, one for each loader worker of each rank.
+"""Reads a stream: a training set that can only be iterated. Each loader worker of each rank reads a part of it.
 
-To the rest of the package a stream is one endless epoch. This file reads it in passes: when all parts
-have ended, a new pass begins. A checkpoint holds a cursor for each rank: its position in its parts.
+To the rest of the package, a stream is one endless epoch. This file reads the stream in passes: when all parts have
+ended, a new pass begins. For each rank, checkpoints store a cursor, which says how far the rank has read its parts.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class StreamLoader(TrainLoader):
-    """Reads this rank's micro-batches of a stream, step by step, the same number on every rank.
+    """Reads this rank's micro-batches of a stream. In each step, all ranks run the same number of micro-batches.
 
-    A rank whose parts have ended runs a batch with weight 0 until the parts of the other ranks have ended too.
+    A rank whose parts have ended repeats its first micro-batch, with weight 0, until the parts of all ranks have ended.
     """
 
     _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
@@ -41,11 +41,11 @@ class StreamLoader(TrainLoader):
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
-        """Let the next step begin at `self.cursor`. The arguments are not used."""
+        """Make the next step begin at `self.cursor`. The arguments are ignored."""
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Read this rank's first micro-batch, for the rehearsal. Training reopens the stream, so no item is lost."""
+        """Return this rank's first micro-batch, for a dry run. Training opens the stream again, so no item is lost."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
         self.cursor = self.cursor or beginning
@@ -59,14 +59,14 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor at the beginning of a pass: this rank's parts (one per worker), and which to read next."""
+        """Return the cursor at the start of pass `number`. It lists this rank's parts, one per worker, all unread."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
     def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches from `cursor` to the end of the pass, each with the cursor after it."""
+        """Yield micro-batches from `cursor` to the end of the pass, each with the cursor of the next micro-batch."""
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:
@@ -105,9 +105,9 @@ class StreamLoader(TrainLoader):
 
 
 class PartFetcher(Fetcher):
-    """Reads one part of a stream, in the rank or in a worker: as many items as each request asks for.
+    """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read.
 
-    It seeds the random generators before each item, so that augmentation depends on (seed, pass, item) alone.
+    It seeds the random generators before each item, so that augmentation depends only on the seed, pass and item.
     """
 
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
@@ -162,6 +162,6 @@ class PartFetcher(Fetcher):
 
 
 def _has(layer: Any, name: str) -> bool:
-    """Return True if this Hugging Face data set, or one that it wraps, has an attribute `name` that is true."""
+    """Return True if attribute `name` is true in this Hugging Face data set or in a data set that it wraps."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
     return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)

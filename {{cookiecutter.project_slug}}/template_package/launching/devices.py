@@ -1,7 +1,7 @@
-"""Chooses and locks the devices of this node's ranks, from `device_ids` of config.yaml and what NVML and CUDA show.
+"""Chooses the devices of this node's ranks, as `device_ids` in config.yaml asks, and locks GPUs against other runs.
 
-A GPU's lock is an abstract Unix socket (Linux). Only one process of the machine can bind its name, and the name is free
-when that process ends, however it ends. Containers with separate networks do not see each other's locks.
+On Linux, a GPU's lock is an abstract Unix socket. Only one process can bind the socket's name, and the name is free
+again when that process ends, however it ends. Containers with separate networks do not see each other's locks.
 """
 
 import math
@@ -28,7 +28,7 @@ POLL_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describes one GPU. Memory is in bytes, and infinite where it cannot be read."""
+    """Describes one GPU. Its memory is given in bytes, and is infinite if it cannot be read."""
 
     index: int  # as nvidia-smi shows it, in the order of the PCI bus
     uuid: str = ""
@@ -50,7 +50,7 @@ class Gpus(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """Holds the devices that this run uses on this node, with their locks."""
+    """Lists the devices that this run uses on this node, and holds the locks on them."""
 
     names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
     notes: list[str]  # for the log
@@ -60,9 +60,9 @@ class Devices(NamedTuple):
 def take_devices(
     device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], num_ranks: int = 0, nvml: Any = None
 ) -> Devices:
-    """Choose this node's devices and lock its GPUs, within launch.wait_minutes. ConfigError if they are not available.
+    """Choose and lock this node's devices. Raise ConfigError if they are not available within launch.wait_minutes.
 
-    num_ranks: the ranks that a launcher has started here; `auto` takes that many devices. nvml: see find_gpus.
+    If a launcher has started `num_ranks` ranks here, device_ids=auto takes that many devices. `nvml` is for tests.
     """
     wanted = parse_device_ids(device_ids)
     if "cpu" in wanted or "mps" in wanted:
@@ -94,7 +94,7 @@ def take_devices(
 
 
 def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
-    """Return the GPUs with these ids. Raise ConfigError if one is missing, or if torch cannot compute on it."""
+    """Return the GPUs with these ids. Raise ConfigError if a GPU is missing, or if torch cannot compute on it."""
     visible = {gpu.index: gpu for gpu in gpus.visible}
     reason = gpus.problem and f" ({gpus.problem})"
     missing = f"does not exist; driver and CUDA_VISIBLE_DEVICES show {[*visible] or 'none'}{reason}"
@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs, or else the best `number` of the free ones (0: all; too few: none). Count those free."""
+    """Lock the `named` GPUs or, without names, `number` free GPUs (0 means all). Return how many GPUs are free, too."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -124,7 +124,7 @@ def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu
 
 
 def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
-    """Return "free", or the reason why `auto` leaves the GPU out."""
+    """Return "free", or the reason why device_ids=auto does not take this GPU."""
     if gpu.problem:
         return gpu.problem
     if gpu.free_memory < launch.min_free_memory_gib * GIB:
@@ -137,7 +137,7 @@ def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
 
 
 def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
-    """Return this node's GPUs: from NVML, or without it from torch; none if torch is a CPU build. nvml: for tests."""
+    """Find GPUs with NVML or, if that fails, with torch. Raise ConfigError if the driver is too old for this torch."""
     mask = environment.get("CUDA_VISIBLE_DEVICES")
     if nvml is None and torch.version.cuda is None and torch.version.hip is None:
         return Gpus([], [], f"torch {torch.__version__} is built without CUDA")
@@ -188,7 +188,7 @@ def owner(pid: int) -> str:
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """Return the GPUs that CUDA shows for CUDA_VISIBLE_DEVICES=mask: those before the first entry that names no GPU."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES=`mask` shows. Like CUDA, stop at the first entry that names no GPU."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
@@ -201,7 +201,7 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """Return a lock on the name, or None if it is taken. The lock lasts until this process and its forks end."""
+    """Return a lock on `name`, or None if it is locked already. The lock lasts until this process and its forks end."""
     lock = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out

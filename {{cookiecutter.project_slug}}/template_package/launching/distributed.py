@@ -1,6 +1,6 @@
 """Describes one rank (RankContext), joins the process group, and runs collectives on tensors and plain objects.
 
-Without a process group (one rank), each function here works as a collective of one rank.
+If there is no process group, each function here acts as if this rank were the only one.
 """
 
 import io
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankContext:
-    """Describes this process: `rank` of `world_size` over all nodes, `local_rank` on its node, and its devices."""
+    """Describes this process: its rank among all ranks, its local rank among those of its node, and its devices."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +49,7 @@ class RankContext:
 
     @contextmanager
     def local_rank_first(self, task: str) -> Iterator[None]:
-        """Run the body on local rank 0 first, then on the node's other ranks, so that each node downloads once."""
+        """Run the `with` block on local rank 0 first, then on the node's other ranks, so a node downloads only once."""
         key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
             self.store.wait([key], timedelta(days=7))  # no collective: NCCL's watchdog would abort a long download
@@ -64,13 +64,13 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """Return the context that launch() set for this process, after checking its rank and world_size."""
+    """Return this process's context, which launch() has set. The arguments must be its rank and world_size."""
     assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
     return current
 
 
 def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
-    """Join the process group, unless already in it. A single rank needs a group only if its strategy does."""
+    """Join the process group of all ranks, unless this process has already joined it."""
     if dist.is_initialized():
         return
     is_nccl = backend == "nccl" or (backend == "auto" and context.device.type == "cuda")
@@ -89,7 +89,7 @@ def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceO
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value`, pickled and sent through the CPU, on every rank. For tensors use pack() and unpack()."""
+    """Return rank 0's `value` on every rank. The value is pickled. Use pack() and unpack() to send tensors."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -98,7 +98,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """Return every rank's `value`, in the order of ranks, on rank 0. Return None on the other ranks."""
+    """On rank 0, return a list of the ranks' values, in the order of ranks. On the other ranks, return None."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -107,7 +107,7 @@ def gather_objects(value: Any) -> list[Any] | None:
 
 
 def from_main(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0, and return its result on every rank. If it raises, all ranks raise its exception."""
+    """Call `function` on rank 0, and return the result on every rank. If it raises an exception, all ranks raise it."""
     value, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -121,7 +121,7 @@ def from_main(function: Callable[[], Any]) -> Any:
 
 
 def pack(state: Any) -> bytes:
-    """Serialize plain values and tensors to bytes: torch 2.13's object collectives fail on tensors."""
+    """Convert plain values and tensors to bytes, because torch 2.13's object collectives fail on tensors."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

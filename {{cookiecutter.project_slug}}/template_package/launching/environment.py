@@ -1,6 +1,6 @@
-"""Finds the launcher that started this rank, from the environment, and sets the rank's network interface.
+"""Finds out which launcher started this rank, from environment variables, and chooses the rank's network interface.
 
-A launcher is torchrun, deepspeed, accelerate launch, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
+Launchers are torchrun, deepspeed, accelerate, horovodrun and SLURM's srun. Without one, run.py starts the ranks.
 """
 
 import os
@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
-    """Return "torchrun" (also for deepspeed, accelerate launch), "srun" or "horovodrun"; None without a launcher."""
+    """Return "torchrun" (also for deepspeed and accelerate), "srun", "horovodrun", or None without a launcher."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
@@ -48,7 +48,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Launched | None:
-    """Read the rank numbers from the launcher, or return None without one. ConfigError if variables are wrong."""
+    """Return the launcher's rank numbers, or None without a launcher. Raise ConfigError if a number is missing."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
@@ -73,7 +73,7 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
 
 
 def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
-    """Read these environment variables as numbers. Raise ConfigError if one is missing or not a number."""
+    """Read these environment variables as numbers. Raise ConfigError if one of them is missing or is not a number."""
     if wrong := [name for name in names if not environment.get(name, "").isdecimal()]:
         remedy = f"Unset {', '.join(names)} and type `python run.py`, or start with torchrun, which sets all."
         raise ConfigError(f"the environment is half set: no number in {', '.join(wrong)}. {remedy}")
@@ -81,7 +81,7 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 
 def port_for(job: str) -> int:
-    """Return a port that is the same on every rank of a job and most likely differs from the ports of other jobs."""
+    """Return a port that is the same on every rank of a job and probably differs from the ports of other jobs."""
     return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux hands out itself, from 32768 on
 
 
@@ -90,9 +90,9 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
-    """Make gloo and NCCL use the interface `wanted`. If it is None, gloo uses the one that leads to `address`.
+    """Make gloo and NCCL use the interface `wanted`. If it is None, make gloo use the one that leads to `address`.
 
-    gloo's own default is the host name's interface, often the loopback. None keeps a GLOO_SOCKET_IFNAME that is set.
+    If `wanted` is None, a GLOO_SOCKET_IFNAME that is already set is kept. gloo itself would often choose the loopback.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -10,7 +10,7 @@ NAMES = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SI
 
 
 def find(environment: Mapping[str, str], launch: LaunchConfig) -> Launched:
-    """Read the rank numbers. The ranks meet at launch.master_addr, or on the host that runs horovodrun."""
+    """Read the rank numbers. The ranks meet at launch.master_addr or, if it is a loopback, on horovodrun's host."""
     rank, world_size, local_rank, local_world_size, node_rank, server = read_numbers(environment, NAMES)
     address = launch.master_addr
     if is_loopback(address):  # that host mostly runs rank 0

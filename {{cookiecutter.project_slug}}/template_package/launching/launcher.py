@@ -1,6 +1,6 @@
-"""Runs one function once per rank: in this process, in processes started here, or in processes of torchrun or srun.
+"""Runs a function once per rank: in this process, in new processes, or in processes that torchrun or srun started.
 
-In all three cases a rank finds the same: a RankContext, a process group and its own device.
+In all three cases, each rank gets a RankContext, its own device and, if there are several ranks, a process group.
 """
 
 import gc
@@ -35,7 +35,7 @@ RunFunction = Callable[[int, int, Config], None]
 
 
 class Node(NamedTuple):
-    """Describes this node's part of a run: its local ranks' devices, and the launcher that started them, if any."""
+    """Describes this node's part of a run: the devices of the ranks on this node, and the launcher, if there is one."""
 
     devices: Devices
     num_ranks: int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """Choose this node's devices, perhaps after a wait. Raise ConfigError if the devices are not available."""
+    """Choose this node's devices, after a wait if necessary. Raise ConfigError if the devices are not available."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
@@ -59,7 +59,7 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
-    """Run run_fn(rank, world_size, config) once per rank, and return the exit code: 0, 1, 2, 130 or 143."""
+    """Run run_fn(rank, world_size, config) once per rank, and return the exit code of the command (0 for success)."""
     devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
     num_ranks = launched.local_world_size if launched else world_size  # on this node
     arguments = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
@@ -85,7 +85,7 @@ def serve_local_store() -> dist.TCPStore:
 
 
 def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
-    """Start all ranks once, wait for their end, and return the exit code."""
+    """Start all ranks, wait until they have ended, and return the exit code."""
     if len(contexts) == 1:
         with processes.stop_signals_call(processes.raise_stop):
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
@@ -106,7 +106,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
 
 
 def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
-    """Run one rank and return its exit code. Print a failure on `console`; None: store it for the launching process."""
+    """Run one rank and return its exit code. If `console` is None, the launching process prints the rank's failure."""
     # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
     if console is None:
@@ -119,7 +119,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     store = context.store.clone()
 
     def fail(text: str, code: int) -> int:
-        """Report why this rank fails, unless another rank failed first: then this rank only lost its connection."""
+        """Report why this rank fails, unless another rank failed first and so broke this rank's connection."""
         text = f"error: {text}" if code == 2 else f"{context} failed:\n{text}"
         own = first = json.dumps(processes.Failure(context.rank, code, text)).encode()
         with suppress(dist.DistError):  # rank 0, or its launcher, is gone
@@ -162,7 +162,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 
 
 def _check_alike(config: Config, context: RankContext) -> None:
-    """Raise ConfigError on all ranks if their device types, versions of torch, configs or source files differ."""
+    """Raise ConfigError on all ranks if the ranks differ in device type, torch version, config or source files."""
     package = Path(__file__).parents[1]
     same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
@@ -177,7 +177,7 @@ def _check_alike(config: Config, context: RankContext) -> None:
 
 
 def _become_torchrun(config: Config) -> None:
-    """Replace this process by scripts/multi_node.sh, which starts torchrun on this node."""
+    """Replace this process with scripts/multi_node.sh, which starts torchrun on this node."""
     launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
     if is_loopback(launch.master_addr) or not launch.master_port:
         remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0, not the loopback."
@@ -188,7 +188,7 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """Connect to the store of the launcher's ranks. Local rank 0 chooses the devices for all ranks of its node."""
+    """Connect to the store that all ranks share. On each node, local rank 0 chooses the devices of the node's ranks."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind

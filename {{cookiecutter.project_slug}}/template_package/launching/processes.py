@@ -1,4 +1,4 @@
-"""Starts the processes of ranks and watches them: the first failure ends all ranks, and no rank outlives its parent."""
+"""Starts one process per rank and watches them. The first failure ends all ranks, and no rank outlives its parent."""
 
 import ctypes
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the launching process starts the fork server before it impo
 STARTED_AT = time.time()  # this file is imported early
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a run to stop. A lost terminal (SIGHUP) and SLURM's warning (SIGUSR1) count as SIGTERM."""
+"""Signals that ask a run to stop. SIGHUP (the terminal was lost) and SIGUSR1 (sent by SLURM) count as SIGTERM."""
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
@@ -42,7 +42,7 @@ early_requests: list[int] = []  # stop signals that reached this rank before tra
 
 
 class Failure(NamedTuple):
-    """Says why a rank failed. text: a traceback headed by the rank, or the one line of a user's mistake."""
+    """Says why a rank failed. `text` is a traceback or, for a user's mistake, a one-line message."""
 
     rank: int
     exit_code: int
@@ -51,12 +51,12 @@ class Failure(NamedTuple):
 
 
 def num_usable_cores() -> int:
-    """Count the cores that this process may use: a scheduler may have given it fewer than the machine has."""
+    """Return the number of CPU cores that this process may use. A scheduler may allow it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_fork_server() -> None:
-    """Start the server that forks the ranks. It imports slow packages once, while this process reads the config."""
+    """Start the server that will fork the ranks. It imports slow packages while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
     names = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic"]
     multiprocessing.set_forkserver_preload(names)
@@ -67,7 +67,7 @@ def start_fork_server() -> None:
 def run_processes(
     work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: "Store", start_method: str
 ) -> tuple[int, Failure | None]:
-    """Run `work(*arguments[i])` in one process for each rank i; return the exit code and the failure that ended them.
+    """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
     A stop signal reaches the ranks through the store. If no rank is READY yet, or at a second Ctrl-C, all are killed.
     """
@@ -98,7 +98,7 @@ def run_processes(
 
 
 def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
-    """Wait until all ranks have ended, one has failed, or all must be killed. Meanwhile, pass on a stop signal."""
+    """Wait until all ranks have ended, one has failed, or all must be killed. Pass stop signals on to the ranks."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
         if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the original failure, or None. A killed rank comes first: the others only lost the connection to it."""
+    """Return the failure that caused the others, or None. If a rank was killed, others only lost contact with it."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
@@ -129,7 +129,7 @@ def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None
 
 
 def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-    """Run a started rank: set its signal handlers, do the work, end the process."""
+    """Run a rank in its new process: set signal handlers, call work(*arguments), and end the process."""
     # Ctrl-C and a lost terminal reach the whole group, and the launching process decides. SIGTERM may be for one rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -143,14 +143,14 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once. In a normal exit gloo's threads crash it about one time in ten (torch 2.13)."""
+    """End this process at once. In a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends. Exit now if the process `parent` has already ended."""
+    """Ask Linux to kill this process when its parent ends. Exit now if the process with the PID `parent` has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
@@ -159,7 +159,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block stop signals in the body and in processes started there: a signal would kill a fork server as it starts."""
+    """Inside this context, block stop signals, so that they cannot kill a process that is just being started."""
     resource_tracker.ensure_running()  # before: its start ends with SIGINT and SIGTERM unblocked
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -169,7 +169,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """Raise StopRun with exit code 130 or 143. (Once training has begun, StopRequest handles the signals instead.)"""
+    """Raise StopRun with exit code 130 or 143. Once training has begun, StopRequest handles the signals instead."""
     raise StopRun(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""Strategies share gradients and state among ranks. Each one is a file; `strategy:` in config.yaml chooses one."""
+"""Strategies share gradients and state among ranks. Each has its own file, and `strategy:` in config.yaml picks one."""
 
 from importlib import import_module
 
@@ -12,7 +12,7 @@ __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
-    """Build the strategy that the config names. On one rank, `ddp` and `fsdp` (not offloaded) are plain PyTorch."""
+    """Build the strategy that the config names. On one rank, `ddp` and `fsdp` without CPU offload are plain PyTorch."""
     is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)

@@ -1,7 +1,8 @@
-"""Trains with Hugging Face Accelerate: it wraps the model, delays the averaging of gradients, and calls backward().
+"""Trains with Hugging Face Accelerate, which wraps the model, averages gradients and runs the backward passes.
 
-config.yaml and the launcher decide all settings. `accelerate launch` may start the ranks; if its settings contradict
-config.yaml, ConfigError says so. The base class clips and calls optimizer.step(), as Accelerate would.
+All settings come from config.yaml and the launcher. `accelerate launch` may start the ranks, but ConfigError is raised
+if its own settings contradict config.yaml. The base class clips the gradients and steps the optimizer, in the same way
+as Accelerate would.
 """
 
 import os
@@ -25,7 +26,7 @@ from .library_environment import changed_environment, launch_variables
 
 
 class AccelerateStrategy(DistributedDataParallelStrategy):
-    """Trains with an Accelerator, which uses the process group that exists already."""
+    """Trains with an Accelerator, which uses the existing process group."""
 
     can_rebuild = False
 
@@ -40,7 +41,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         self.scaler = self._accelerator.scaler or self.scaler
 
     def wrap(self, module: nn.Module) -> Any:
-        """Return the module wrapped in Accelerate's DDP; with one rank return the module itself."""
+        """Let Accelerate wrap the module in DDP. With only one rank, return the module itself."""
         with warnings.catch_warnings():  # torch has renamed an argument
             warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
             model = self._accelerator.prepare_model(module)
@@ -49,7 +50,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return no_sync() for all but the last micro-batch. Accelerator.accumulate() would weigh them all alike."""
+        """Return no_sync(), except for the last micro-batch. Accelerator.accumulate() would weight them all equally."""
         if is_last_micro_batch:
             return super().accumulate(is_last_micro_batch=True)
         context: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
@@ -87,7 +88,7 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
 
 
 def _check_launcher(precision: str) -> None:
-    """Raise ConfigError if `accelerate launch` or the file of `accelerate config` contradicts config.yaml."""
+    """Raise ConfigError if the settings of `accelerate launch` or `accelerate config` contradict config.yaml."""
     asked = {name: value.lower() for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
     mixed = asked.pop("ACCELERATE_MIXED_PRECISION", "no")
     prefix, is_cpu = "ACCELERATE_USE_", "ACCELERATE_USE_CPU"

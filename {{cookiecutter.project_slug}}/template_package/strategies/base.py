@@ -1,4 +1,4 @@
-"""Trains with plain PyTorch on one device. Other strategies override the methods."""
+"""Contains Strategy, which trains with plain PyTorch on one device. Other strategies override its methods."""
 
 import gc
 from collections.abc import Callable
@@ -22,7 +22,7 @@ BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy:
-    """Trains on one device. model: the module that compute_loss calls (subclasses wrap it). module: the user's own."""
+    """Trains on one device. `module` is the user's model. compute_loss calls `model`, which is `module` or wraps it."""
 
     model: nn.Module
     module: nn.Module
@@ -42,7 +42,7 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Move the model to the device, wrap it, then build the optimizer. An evaluation has no build_optimizer."""
+        """Move the model to the device, wrap it, and build the optimizer. For evaluation, pass build_optimizer=None."""
         self.module = self.move(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class Strategy:
             self.optimizer = build_optimizer(self.module)
 
     def rebuild(self) -> None:
-        """Wrap the model and build the optimizer anew after `requires_grad` has changed. Keep the optimizer's state."""
+        """Wrap the model and build the optimizer again after requires_grad has changed. Keep the optimizer's state."""
         if not self.can_rebuild:
             problem = "it changed requires_grad after the first step, which this strategy cannot follow"
             raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
@@ -83,15 +83,15 @@ class Strategy:
         return torch.autocast(self.context.device.type, dtype)
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return a context for one forward and backward. Only a step's last micro-batch needs to share gradients."""
+        """Return the context for running a micro-batch. Only a step's last micro-batch needs to average gradients."""
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add the gradient of loss * weight. A step's sum, averaged over the ranks, is the global batch's gradient."""
+        """Compute the gradient of loss * weight, and add it to the gradients of the step's earlier micro-batches."""
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer and drop the gradients. Return their global norm before clipping, None if not clipped."""
+        """Step the optimizer and drop the gradients. Return their norm before clipping, or None without clipping."""
         self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
@@ -101,11 +101,11 @@ class Strategy:
         return norm
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients to the global norm `max_norm`. Return the norm before clipping, a tensor on the device."""
+        """Clip the gradients to the global norm `max_norm`. Return the norm before clipping (on the device)."""
         return clip_grad_norm_(self._parameters, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return model, optimizer and scaler state on the CPU. All ranks must call it; only rank 0's is complete."""
+        """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""
         self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Before the first step torch's function would take one, to create the state, and AdamW would count it.
@@ -113,7 +113,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that any strategy's state_dict() returned. Rank 0 holds tensors, the others meta tensors."""
+        """Load what any strategy's state_dict() returned. Rank 0 passes tensors, and the others pass meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
@@ -125,34 +125,34 @@ class Strategy:
         return {name: tensor.shape for name, tensor in self.module.state_dict().items()}
 
     def get_weights(self) -> dict[str, Tensor]:
-        """Return the model's state dict on the CPU. All ranks must call it; only rank 0's is whole."""
+        """Return the model's state dict on the CPU. All ranks must call this. Only rank 0 gets the whole state dict."""
         return cast(dict[str, Tensor], get_model_state_dict(self.module, options=WHOLE))
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load a state dict that get_weights() returned. All ranks must call it; rank 0 holds the tensors."""
+        """Load a state dict that get_weights() returned. All ranks must call this. Only rank 0's values are used."""
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(receive(weights[name], self.context, tensor))
 
     def local_weights(self) -> list[Tensor]:
-        """Return the parameters that this rank holds: whole ones, or its part of each."""
+        """Return the parameters as this rank stores them: either whole, or only this rank's shard of each."""
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside this context ranks may run different numbers of forward passes, as generation does."""
+        """Inside this context, ranks may run different numbers of forward passes, as happens in text generation."""
         return nullcontext()
 
     def drop_gathered(self) -> None:
-        """Drop the whole copies of weights that the last forward pass left, since the weights are about to change."""
+        """Drop the gathered weights that the last forward pass left. Call this before you change the weights."""
 
     def synchronize_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, for evaluating and saving: running statistics differ between ranks."""
+        """Copy rank 0's buffers to all ranks before evaluating and saving. BatchNorm's buffers differ between ranks."""
         for buffer in self.module.buffers() if self.context.world_size > 1 else ():
             dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed tensor
             buffer.copy_(whole)
 
     def check_gradients(self) -> None:
-        """Raise ConfigError if a parameter got no gradient, under a strategy whose ranks wait for every gradient."""
+        """Raise ConfigError if a parameter got no gradient and this strategy needs a gradient for every parameter."""
         unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if unused and self.needs_all_gradients:
             remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."
@@ -160,16 +160,16 @@ class Strategy:
             raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}")
 
     def close(self) -> None:
-        """Close the connections that the strategy has opened besides the process group. All ranks must call it."""
+        """Close the strategy's own connections, but not the process group. All ranks must call this."""
 
 
 def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
-    """Return `loss * weight`, or `loss` itself if the weight is the number 1, which saves a kernel."""
+    """Return `loss * weight`. If the weight is the float 1.0, return `loss` itself, which saves a GPU kernel."""
     return loss if isinstance(weight, float) and weight == 1.0 else loss * weight
 
 
 class ShowsModule(nn.Module):
-    """Wraps the user's module. Attributes and methods of the module can be read as if there were no wrapper."""
+    """Wraps the user's module. The attributes and methods of the module can also be read from the wrapper."""
 
     def __getattr__(self, name: str) -> Any:
         try:

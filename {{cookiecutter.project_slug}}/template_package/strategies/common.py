@@ -23,7 +23,7 @@ NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # ke
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
-    """Resolve `auto` in the config: fp32 if a rank has no GPU, fp16 if a GPU is older than Ampere, else bf16."""
+    """Turn precision=auto into fp32 if a rank has no GPU, fp16 if a GPU is older than Ampere, and bf16 otherwise."""
     if config.training.precision != "auto":
         return config
     generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
@@ -42,9 +42,9 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Let each block keep only its inputs, and run its forward again in backward (Chen et al. 2016, arXiv:1604.06174).
+    """Make each block store only its inputs, and repeat its forward in backward (Chen et al. 2016, arXiv:1604.06174).
 
-    BatchNorm's running statistics are then updated twice a step. Raise ConfigError if the model has no blocks.
+    So BatchNorm updates its running statistics twice per micro-batch. Raise ConfigError if the model has no blocks.
     """
     found = list(blocks(model))
     if not found:
@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's optimizer state on all ranks. torch's own function would call step(), which runs hooks."""
+    """Load rank 0's optimizer state on all ranks. torch's function would call step(), which runs the user's hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device, sharded if `like` is a sharded DTensor. Other ranks pass a meta tensor."""
+    """Return rank 0's tensor on the device, sharded like `like` if it is a DTensor. Other ranks pass a meta tensor."""
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

@@ -1,7 +1,7 @@
-"""nn.DataParallel: one process drives several GPUs; every forward makes a thread and a model copy per GPU.
+"""Trains with nn.DataParallel: one process drives several GPUs. Each forward pass copies the model to all of them.
 
-All threads share one Python interpreter, so ddp is faster. A batch is cut along the first dimension of the model's
-inputs; compute_loss sees the outputs of the whole micro-batch on the first GPU, so its mean weighs every sample alike.
+One Python interpreter serves all GPUs, so strategy=ddp is faster. The model's inputs are split along their first
+dimension, and the outputs are joined on the first GPU, so compute_loss sees the outputs of the whole micro-batch.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class DataParallelStrategy(Strategy):
 
 class _DataParallel(ShowsModule, nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the copies in the caller's precision: torch's threads use autocast, but with its default dtype."""
+        """Run the model copies with the caller's autocast dtype. torch's threads would use autocast's default dtype."""
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             calls: Any = [partial(torch.autocast("cuda", dtype)(type(copy).__call__), copy) for copy in replicas]

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: each rank holds the whole model; gradients are averaged while backward still runs."""
+"""Trains with DistributedDataParallel. Each rank holds the whole model. Gradients are averaged during backward."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -21,7 +21,7 @@ class DistributedDataParallelStrategy(Strategy):
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP, which copies rank 0's weights to all ranks."""
+        """Wrap the module in DDP. In training, DDP then copies rank 0's weights to all ranks."""
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -38,11 +38,11 @@ class DistributedDataParallelStrategy(Strategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return no_sync() for all but the last micro-batch, whose backward averages the summed gradients."""
+        """Return DDP's no_sync(), except for the last micro-batch, whose backward averages the summed gradients."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step as on one device. If a gradient is missing, raise torch's error: DDP may not have averaged the rest."""
+        """Step as on one device. Raise torch's error if a gradient is missing: DDP may not have averaged the rest."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

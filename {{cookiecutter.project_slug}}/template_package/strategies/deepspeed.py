@@ -1,7 +1,7 @@
 """Trains with DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054), with settings made from config.yaml.
 
-Stage 0 keeps everything on each rank, like DDP; stage 1 shards optimizer state, 2 also gradients, 3 also
-weights. Weights stay fp32; forward passes use autocast. zero/ makes settings and portable checkpoints.
+Stage 0 keeps everything on each rank, like DDP. Stage 1 shards the optimizer state, stage 2 also the gradients, and
+stage 3 also the weights. Weights are kept in fp32, and forward passes use autocast. The folder zero/ has helpers.
 """
 
 import os
@@ -26,7 +26,7 @@ from .zero.state import Groups, OptimizerParts, gather_weights, scatter_weights
 
 
 class DeepSpeedStrategy(DistributedDataParallelStrategy):
-    """Trains with a DeepSpeed engine, which uses the process group that exists already."""
+    """Trains with a DeepSpeed engine, which uses the existing process group."""
 
     can_rebuild = False
 
@@ -43,7 +43,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Build the DeepSpeed engine; its stage decides what is sharded. To evaluate, only stage 3 needs an engine."""
+        """Build the DeepSpeed engine from the model and the optimizer. For evaluation, only stage 3 needs an engine."""
         super().prepare(model)
         if build_optimizer is None and self._stage < 3:
             return
@@ -81,17 +81,17 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return model if self._stage == 3 else super().move(model)
 
     def wrap(self, module: nn.Module) -> Any:
-        """Return the module itself: DeepSpeed wraps it together with the optimizer."""
+        """Return the module itself. prepare() lets DeepSpeed wrap it together with the optimizer."""
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Mark the last micro-batch. Stages 0, 1 average gradients only in its backward, 2 and 3 in every backward."""
+        """Tell DeepSpeed which micro-batch is the last. Stages 0 and 1 average gradients only in its backward pass."""
         self._is_last_micro_batch = is_last_micro_batch
         self.model.set_gradient_accumulation_boundary(is_last_micro_batch)
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        """Add this micro-batch's gradients. Raise ConfigError if a parameter has none after the last micro-batch."""
+        """Add this micro-batch's gradients. Raise ConfigError if a parameter still has none at the end of the step."""
         loss = weighted(loss, weight)
         if self._stage == 0 and self.scaler.is_enabled():
             loss = self.scaler.scale(loss)
@@ -100,7 +100,10 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Update the weights, clear the gradients, return their norm. In stage 0 the base class does this."""
+        """Update the weights and clear the gradients. Return the gradients' norm, or None if max_gradient_norm is None.
+
+        In stage 0, the base class does this. Raise FailureError if gradients are not finite, except with fp16.
+        """
         if self._stage == 0:
             return super().optimizer_step(max_gradient_norm)
         self.model.step()
@@ -116,7 +119,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of whole parameters, recorded before stage 3 replaced them by empty tensors."""
+        """Return the shapes of the whole weights, recorded before stage 3 replaced the weights with empty tensors."""
         return self._shapes
 
     def local_weights(self) -> list[Tensor]:
@@ -160,7 +163,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
                 )
 
     def _update_scale(self, *, is_skipped: bool) -> None:
-        """Update the loss scale by the rule of GradScaler.update(), which itself would need a GradScaler.step()."""
+        """Update the loss scale as GradScaler.update() does. That method cannot be called without GradScaler.step()."""
         state = self.scaler.state_dict()
         num_good = 0 if is_skipped else state["_growth_tracker"] + 1
         factor = state["backoff_factor"] if is_skipped else 1.0
@@ -171,7 +174,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
 
 
 def _import_deepspeed(context: RankContext) -> Any:
-    """Import DeepSpeed for this rank's device: by itself it would never choose the CPU on a machine with a GPU."""
+    """Import DeepSpeed for this rank's device. On a machine with a GPU, DeepSpeed itself would never choose the CPU."""
     os.environ |= {"DS_ACCELERATOR": context.device.type, "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"]}
     warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning)
     import deepspeed

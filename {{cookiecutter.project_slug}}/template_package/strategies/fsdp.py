@@ -1,9 +1,9 @@
 """Fully sharded data parallelism (FSDP2): each rank keeps a part of every weight, gradient and optimizer state.
 
-A block's weights are gathered for its forward and backward pass and dropped after it, so memory falls with the number
-of ranks, and communication grows (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277).
-With training.precision=bf16 or fp16, weights are gathered in 16 bits: the 16-bit copies that autocast makes of
-fp32 weights would stay on every rank until backward; norms stay in fp32. Each micro-batch reduces gradients over ranks.
+A block's weights are gathered before its forward and backward passes and dropped after them. With more ranks, each
+rank needs less memory, but ranks communicate more than under DDP (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et
+al. 2023, arXiv:2304.11277). With training.precision=bf16 or fp16, all weights except those of norm layers are gathered
+in 16 bits, which saves memory. Gradients are averaged over ranks after every micro-batch, instead of once per step.
 """
 
 import logging
@@ -47,7 +47,7 @@ class FullyShardedStrategy(Strategy):
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Shard the module: each rank then holds its part of rank 0's weights."""
+        """Shard the module, so that each rank holds one part of rank 0's weights."""
         units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
         if not units:
             problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
@@ -67,7 +67,7 @@ class FullyShardedStrategy(Strategy):
         return module
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their norm over all ranks' parts. Return the norm before clipping."""
+        """Clip the gradients to the norm `max_norm`, computed over all ranks. Return the norm before clipping."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
@@ -76,7 +76,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside this context each rank keeps all weights, so ranks may run different numbers of forward passes."""
+        """Inside this context, each rank keeps all weights, so ranks may run different numbers of forward passes."""
         for unit in self._sharded():
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
@@ -93,18 +93,18 @@ class FullyShardedStrategy(Strategy):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def check_gradients(self) -> None:
-        """Check as the base class does. Then let ranks send zeros for missing gradients, so that collectives match."""
+        """Run the base class's check. From now on, send zeros for missing gradients, so that no rank waits for them."""
         super().check_gradients()
         self._root.set_reduce_scatter_unused_params(True)
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit holds a matrix and has a forward(), so that FSDP can gather its weights for the call."""
+    """Return True if the unit has a weight matrix, and a forward() before which FSDP can gather the weights."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
-    """Return True if the unit has parameters, and nothing else in `module` uses any of them."""
+    """Return True if the unit has parameters that no other part of `module` shares."""
     own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 

@@ -1,4 +1,4 @@
-"""Trains with Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799): its DistributedOptimizer averages gradients.
+"""Trains with Horovod (Sergeev and Del Balso 2018, arXiv:1802.05799), whose DistributedOptimizer averages gradients.
 
 Horovod opens its own connections between ranks. Evaluation, metrics and checkpoints use the process group.
 """
@@ -25,7 +25,7 @@ REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients th
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
-    """Keeps whole weights on each rank, like DDP. Horovod's hooks replace the hooks of DDP."""
+    """Keeps the whole model on each rank, like DDP, but Horovod averages the gradients."""
 
     can_rebuild = False
 
@@ -41,7 +41,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._is_last_micro_batch = True
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
-        """Prepare as on one device. The user's optimizer is stepped and saved; Horovod's only averages gradients."""
+        """Prepare as on one device. The user's optimizer takes the steps. Horovod's only averages the gradients."""
         for name, parameter in model.named_parameters():
             if parameter.dtype not in REDUCED_TYPES or not parameter.is_contiguous():
                 raise ConfigError(
@@ -66,7 +66,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Tell Horovod which micro-batch is the last: it begins to average gradients in that backward pass."""
+        """Tell Horovod whether this is the step's last micro-batch. Only its backward pass averages gradients."""
         self._is_last_micro_batch = is_last_micro_batch
         self._reducer.set_backward_passes_per_step(1 if is_last_micro_batch else 2)  # each call starts the count again
         return nullcontext()
@@ -74,7 +74,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add this micro-batch's gradients. After the last micro-batch, average them over the ranks.
 
-        Raise ConfigError if a parameter then has none: Horovod would use zeros, and weight decay would still act.
+        Raise ConfigError if a parameter got no gradient. Horovod would use zeros, and weight decay would shrink it.
         """
         super().backward(loss, weight)
         if not self._is_last_micro_batch:
@@ -88,7 +88,7 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._reducer.synchronize()
 
     def close(self) -> None:
-        """Disconnect all ranks together: one rank's shutdown ends the others' connections."""
+        """Disconnect all ranks from Horovod together, since one rank's shutdown ends the connections of the others."""
         if dist.is_initialized():
             dist.barrier()
         self._horovod.shutdown()
@@ -106,7 +106,7 @@ def _import_horovod() -> Any:
 
 
 def _connect(hvd: Any, context: RankContext) -> None:
-    """Connect Horovod's ranks, numbered as in `context`, through a server on rank 0, which replaces horovodrun's."""
+    """Connect Horovod's ranks, numbered as in `context`, through a server on rank 0 instead of horovodrun's server."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     server, meeting = None, ("", 0)
     if context.is_main and context.world_size > 1:
@@ -137,7 +137,10 @@ def _connect(hvd: Any, context: RankContext) -> None:
 
 
 def _check_host_name(meeting: str) -> None:
-    """Raise ConfigError if other hosts cannot use the address of this host's name, which Horovod 0.28 sends them."""
+    """Raise ConfigError if this host's name does not lead to an address that other hosts can use.
+
+    Horovod 0.28 sends that address to the other hosts. `meeting` is the address of rank 0's server.
+    """
     name, own = socket.gethostname(), ""
     with suppress(OSError):
         own = socket.gethostbyname(name)

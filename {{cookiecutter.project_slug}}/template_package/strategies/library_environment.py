@@ -8,7 +8,7 @@ from ..launching.distributed import RankContext
 
 
 def launch_variables(context: RankContext) -> dict[str, str]:
-    """Return torchrun's variables for this rank. LOCAL_RANK is the index of the GPU that libraries will use."""
+    """Return the variables that torchrun would set for this rank. LOCAL_RANK tells libraries which GPU to use."""
     return {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
@@ -21,7 +21,7 @@ def launch_variables(context: RankContext) -> dict[str, str]:
 
 @contextmanager
 def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables inside this context, or unset those that are None."""
+    """Inside this context, set these environment variables. A value of None unsets the variable."""
     former = {name: os.environ.get(name) for name in changes}
 
     def change(values: Mapping[str, str | None]) -> None:

@@ -1,7 +1,7 @@
-"""Shows and records a run while it trains: metrics.jsonl, progress bar, pictures, trackers, a log for each rank.
+"""Shows and records a run while it trains: metrics.jsonl, a progress bar, pictures, trackers and a log for each rank.
 
-A tracker is a file of this folder with a class `Tracker`. On rank 0, print() and warnings are captured in Python. On
-the other ranks the file descriptors 1 and 2 are redirected, so that C++ and NCCL write to the log too.
+A tracker is a file in this folder that defines a class `Tracker`. On rank 0, all that Python prints goes to the console
+and to the log. On other ranks, file descriptors 1 and 2 point to the log, which thus has output of C++ and NCCL, too.
 """
 
 import faulthandler
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MediaLog:
-    """Writes pictures and texts on rank 0; model.py's functions get it as `log`. A failure is only a warning."""
+    """Writes pictures and texts, on rank 0 only. Functions in model.py receive it as `log`. Errors become warnings."""
 
     step: int
     folder: Path | None  # None on the other ranks
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PIL image, array or tensor as PNG: (H, W), (H, W, 3) or (C, H, W), uint8 or floats in [0, 1]."""
+        """Write a PNG. `picture` is a PIL image, or uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -53,7 +53,7 @@ class MediaLog:
             sys.modules["matplotlib.pyplot"].close(figure)
 
     def text(self, name: str, text: str) -> None:
-        """Write a text file. Most trackers show it as Markdown."""
+        """Write `text` to a file. TensorBoard and Trackio show the text as Markdown."""
         self._write(name, ".txt", lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write(self, name: str, suffix: str, save: Callable[[Path], object]) -> None:
@@ -68,7 +68,7 @@ class MediaLog:
 
 
 class Tracking:
-    """Writes metrics.jsonl, shows progress and calls trackers on rank 0. On other ranks its methods do nothing."""
+    """On rank 0, writes metrics.jsonl, shows the progress and calls the trackers. On other ranks, writes nothing."""
 
     def __init__(
         self, directory: Path, config: Config, context: RankContext, *, step: int, is_evaluation_pending: bool,
@@ -91,7 +91,7 @@ class Tracking:
             self._call_trackers("start", directory, to_dict(config), step)
 
     def record(self, values: Mapping[str, Any], *, is_epoch_end: bool = False) -> None:
-        """Write `values` (split, step, epoch, loss, …) as a line of metrics.jsonl, and show them."""
+        """Write `values`, for example split, step and loss, to metrics.jsonl, to the trackers and to the console."""
         if not self._is_main:
             return
         try:
@@ -117,11 +117,11 @@ class Tracking:
             self._bar.set_postfix_str(figures, refresh=False)
 
     def log(self, step: int) -> MediaLog:
-        """Return the MediaLog of this step, which after_step() and on_evaluation_end() of model.py get as `log`."""
+        """Return a MediaLog for this step. Functions in model.py, such as after_step(), receive it as `log`."""
         return MediaLog(step, self._media, self._call_trackers)
 
     def advance(self, step: int) -> None:
-        """Move the progress bar to `step`. A call at each step costs almost nothing unless the bar is redrawn."""
+        """Move the progress bar to `step`. This is fast enough to be called at every step."""
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Start or call each tracker. Remove one that fails, with a warning: metrics.jsonl still has the values."""
+        """Call the method `action` of each tracker; "start" creates the trackers. Drop trackers that fail, and warn."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -146,7 +146,7 @@ class Tracking:
 
 
 def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:
-    """Delete lines of metrics.jsonl that this run will write again, and a half-written line of a killed process."""
+    """Delete the lines of metrics.jsonl that this run will write again after resuming, and a half-written line."""
     kept = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with suppress(ValueError, TypeError, KeyError):  # half a line
@@ -172,7 +172,7 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """Inside this context, write this rank's prints, logs and uncaught exceptions to logs/rank_<r>.log."""
+    """Inside this context, logs/rank_<r>.log records what this rank prints and logs, and uncaught exceptions."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
@@ -209,9 +209,9 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to a rank's log or to the console, whose progress bar it hides while it writes. log: gets a copy.
+    """Writes to a rank's log or to the console, and hides the progress bar meanwhile. `log` gets a copy of the text.
 
-    It ignores a closed console (`| head`) and a full disk. The next checkpoint reports the full disk.
+    Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
     """
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:

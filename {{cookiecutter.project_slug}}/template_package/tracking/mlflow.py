@@ -1,4 +1,4 @@
-"""MLflow tracker: writes to the database runs/mlflow.db, unless MLFLOW_TRACKING_URI names a server."""
+"""MLflow tracker. It writes to the database runs/mlflow.db, unless MLFLOW_TRACKING_URI names a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs to one MLflow run, the active one on rank 0. A run that resumes continues its MLflow run."""
+    """Logs to one MLflow run, which is MLflow's active run on rank 0. A resumed run continues the same MLflow run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         runs = directory.absolute().parent
@@ -32,11 +32,11 @@ class Tracker:
         mlflow.log_params(dict(_flatten(config)))  # once: MLflow refuses other values for the same run
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
-        """Add one point to each curve."""
+        """Add one point to the curve of each scalar."""
         mlflow.log_metrics(scalars, step=step)
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture, which MLflow shows with a slider over the steps, or add a text to the run's artifacts."""
+        """Log the file at `path`. MLflow shows pictures with a slider over the steps, and lists texts as artifacts."""
         if path.suffix == ".txt":
             mlflow.log_artifact(str(path), "media")
         else:
@@ -48,7 +48,7 @@ class Tracker:
 
 
 def _flatten(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value of the config."""
+    """Yield each value of the config with its dotted key, for example ("training.epochs", 3)."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""TensorBoard tracker: writes curves to runs/<name>/tensorboard, for `tensorboard --logdir runs`."""
+"""TensorBoard tracker. It writes to runs/<name>/tensorboard. To see the curves, type `tensorboard --logdir runs`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker:
-    """Writes scalars, pictures and texts. A resumed run hides the old points of steps that it repeats."""
+    """Writes scalars, pictures and texts. When a run resumes, TensorBoard hides the old points of repeated steps."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
@@ -21,7 +21,7 @@ class Tracker:
         self._writer.flush()
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture, or a text that TensorBoard shows as Markdown."""
+        """Add the file at `path`: a picture, or a .txt file, which TensorBoard shows as Markdown."""
         if path.suffix == ".txt":
             self._writer.add_text(name, path.read_text(encoding="utf-8"), step)
         else:

@@ -1,4 +1,4 @@
-"""Weights & Biases tracker: needs `wandb login` once, or WANDB_MODE=offline."""
+"""Weights & Biases tracker. Before the first run, type `wandb login`, or set WANDB_MODE=offline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..files import write_whole
 
 
 class Tracker:
-    """Logs scalars, pictures and texts to one W&B run. A run that resumes continues its W&B run."""
+    """Logs scalars, pictures and texts to one W&B run. A resumed run continues the same W&B run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         id_file = directory / "wandb_id.txt"
@@ -31,11 +31,11 @@ class Tracker:
         self._run.define_metric("*", step_metric="step")
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
-        """Add one point to each curve."""
+        """Add one point to the curve of each scalar."""
         self._run.log({"step": step, **scalars})
 
     def show(self, step: int, name: str, path: Path) -> None:
-        """Add a picture or a text."""
+        """Log the file at `path`: a picture or a .txt file."""
         text = f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>" if path.suffix == ".txt" else ""
         self._run.log({"step": step, name: wandb.Html(text) if text else wandb.Image(str(path))})
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints atomically, refuses damaged ones, finds the one to continue from. Reads and writes weights."""
+"""Writes and checks checkpoints, finds the checkpoint that a run continues from, and reads and writes weights."""
 
 import errno
 import logging
@@ -29,13 +29,13 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""Config keys that must keep their values when a run continues; all others may change from one start to the next."""
+"""Sections and keys of the config that must not change when a run continues. All other keys may change."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """Keeps the last `keep_last` checkpoints (step_00000120.pt …) and best.pt in runs/<name>/checkpoints."""
+    """The folder of a run's checkpoints: best.pt and the last `keep_last` others, for example step_00000120.pt."""
 
     def __init__(self, folder: Path, keep_last: int | None = None) -> None:
         self.folder, self.best, self._keep_last = folder, folder / "best.pt", keep_last
@@ -49,7 +49,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write one checkpoint, and delete older ones beyond the last `keep_last`."""
+        """Write a checkpoint and delete all but the last `keep_last`. If is_best, write best.pt and delete nothing."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -65,7 +65,7 @@ class CheckpointFolder:
                 old.unlink(missing_ok=True)
 
     def load_first(self, paths: list[Path]) -> dict[str, Any]:
-        """Return the state in the first of these checkpoints that can be read. Raise ConfigError if none can."""
+        """Return the state in the first of `paths` that can be read. Raise ConfigError if none can be read."""
         for path in paths:
             try:
                 return load_checkpoint(path)
@@ -83,8 +83,8 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-    """Return a checkpoint's state on the CPU without running code from it. Raise ConfigError if the file is damaged
-    or not a checkpoint, OSError if the disk fails: the run must not continue from an older checkpoint then.
+    """Return a checkpoint's state on the CPU without running code from the file. Raise ConfigError if the file is
+    damaged or is not a checkpoint. Raise OSError if the disk fails, so that no older checkpoint is used instead.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` returns on rank 0. Other ranks may lack rank 0's disk; they get meta tensors as weights."""
+    """Call `read` on rank 0, and return its result on all ranks. Ranks other than 0 get meta tensors as weights."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -114,7 +114,7 @@ def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, attempt: int) -> dict[str, Any]:
-    """Return the state to continue from, or an empty dict for a new run."""
+    """Return the state to continue from, or {} for a new run. Raise ConfigError if the config allows neither."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # `never` is about files from before the first start
         wanted = "auto"
@@ -138,9 +138,9 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
 def check_same(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
-    """Raise ConfigError if two configs (as plain dicts) differ in one of these dotted keys or below it.
+    """Raise ConfigError if the two configs differ in one of `keys`. A section such as `model` stands for all its keys.
 
-    If model.py or dataset.py has a new field, the stored value is taken to be its default. Removed fields are logged.
+    Keys that the stored config lacks get their defaults, and stored keys that no longer exist are dropped.
     """
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load weights, optimizer, progress and random states. Raise ConfigError if the model or the data set differs."""
+    """Load `state`. If it is empty, only seed the random generators. Raise ConfigError if model or data has changed."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
@@ -176,7 +176,7 @@ def load_run(
 def collect_state(
     strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None, cursor: Any
 ) -> dict[str, Any] | None:
-    """Return the content of a checkpoint on rank 0, None on the others. All ranks must call it."""
+    """Return the content of a checkpoint on rank 0, and None on the other ranks. All ranks must call this function."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
@@ -185,9 +185,9 @@ def collect_state(
 
 
 def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:
-    """Copy a file's weights into `model`: .safetensors, or a state dict or checkpoint in a .pt, .pth or .bin file.
+    """Copy weights into `model` from a .safetensors, .pt, .pth or .bin file, which another program may have written.
 
-    The file may come from any program. Raise a ConfigError that lists the names and shapes that do not fit.
+    The file may hold a state dict or a checkpoint. Raise ConfigError if a name or a shape does not fit the model.
     """
     source += str(path)
     try:
@@ -208,7 +208,7 @@ def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> N
 
 
 def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
-    """Raise a ConfigError that lists every weight whose name or shape does not fit."""
+    """Raise ConfigError if the names or shapes of `weights` differ from `shapes`. The message lists the differences."""
     found = {name: tensor.shape for name, tensor in weights.items()}
     if names := [name for name in shapes | found if found.get(name) != shapes.get(name)]:
         lines = [f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model" for name in names[:20]]
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write weights as safetensors, named as in `module`. A tensor with two names is written only once."""
+    """Write the weights as a safetensors file, with the names of `module`. A tensor with two names is written once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

@@ -1,4 +1,4 @@
-"""Checks that a step works before step 1, that each step fits in memory, that losses are finite, replicas equal."""
+"""Tests a step before training, handles out-of-memory errors, and checks that losses are finite and replicas equal."""
 
 import logging
 import sys
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Run forward and backward with the loss times 0, then drop the gradients. is_trial: run on this rank alone.
+    """Test forward and backward without changing the model. If is_trial, do not share gradients with other ranks.
 
-    Raise ConfigError if compute_loss does not call its model exactly once, or if a needed gradient is missing. DDP
-    reorders its buckets after its first backward: without a rehearsal a resumed run would differ in the last bit.
+    Raise ConfigError if compute_loss makes a mistake, for example if it does not call the model exactly once. Resumed
+    runs would not be exact without this test, since DDP reorders its gradient buckets after the first backward pass.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -58,7 +58,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
-    """Raise ConfigError if an epoch's last batch leaves a micro-batch of one sample and the model fails on that."""
+    """Raise ConfigError if an epoch's last batch leaves a micro-batch of one sample and the model fails on it."""
     num_left = loader.num_samples % loader.global_batch_size
     num_pieces = -(-num_left // (context.world_size * loader.micro_batch_size))  # of each rank
     if num_left == 0 or num_left // (context.world_size * num_pieces) > 1:
@@ -73,7 +73,7 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
 
 
 class MemoryLimit:
-    """Lowers this rank's micro-batch size if memory runs out; keeps it in runs/<name>/micro_batch_size_rank_<r>.txt."""
+    """Lowers this rank's micro-batch size if memory runs out. A file in the run's folder stores the size."""
 
     def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
@@ -84,7 +84,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """Halve the micro-batch size, if it is `auto`, until a step fits in memory. All ranks use the smallest."""
+        """If micro_batch_size is `auto`, halve it until a step fits in memory. All ranks then use the smallest size."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
@@ -100,7 +100,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside this context, if memory runs out, store half the micro-batch size and exit with 75 (start again)."""
+        """If memory runs out in this context, store half the micro-batch size and exit, so that the ranks restart."""
         try:
             yield
         except RuntimeError as error:
@@ -121,7 +121,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if a loss is not finite. losses: (loss, step) pairs; the list is emptied."""
+    """Raise FailureError on all ranks if a loss is not finite. `losses` has (loss, step) pairs, and is emptied."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more
@@ -135,7 +135,7 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
 
 
 def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
-    """Raise RuntimeError on every rank if weights differ between ranks in any bit. Name the first such weight."""
+    """Raise RuntimeError on every rank if a weight differs between ranks in any bit. The message names the weight."""
     # Not the parts that FSDP (DTensors) and ZeRO leave on each rank (weights without elements).
     weights = {name: p for name, p in module.named_parameters() if p.numel() and not isinstance(p, DTensor)}
     if context.world_size == 1 or not weights:
@@ -150,6 +150,6 @@ def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the XOR of all elements plus the sum of all bytes, int64. XOR alone confuses all ones and all zeros."""
+    """Return the XOR of all elements plus the sum of all bytes, as int64. XOR alone would miss some changes."""
     content = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().flatten()
     return torch.hash_tensor(content).view(torch.int64) + content.view(torch.uint8).sum()

@@ -1,4 +1,4 @@
-"""Evaluates a data set, each sample once over all ranks. Ranks add up sums and counts, never means of means."""
+"""Evaluates each sample of a data set once, on one of the ranks. Means are exact: ranks add up sums and counts."""
 
 import logging
 import math
@@ -54,10 +54,10 @@ class Evaluator:
     def run(
         self, strategy: Strategy, may_go_on: Callable[[], bool] = lambda: True, log: Any = None, num_parts: int = 0
     ) -> dict[str, float]:
-        """Return {"loss": mean over all samples, <metric>: value}, the same on every rank. All ranks must call it.
+        """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
-        Raise Interrupted if may_go_on() returns False before a micro-batch. log: handed to on_evaluation_end().
-        num_parts (for rehearse): read only the first micro-batch, cut into that many parts; if 2, skip the metrics.
+        Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
+        If num_parts is above 0, read only the first micro-batch, in that many parts. If it is 2, skip the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -93,7 +93,7 @@ class Evaluator:
         return dict(zip([*sums][1:], means, strict=True)) | numbers
 
     def rehearse(self, strategy: Strategy) -> None:
-        """Evaluate one micro-batch. Raise ConfigError if evaluation.metric is unknown or has the wrong mode."""
+        """Evaluate one micro-batch as a test. Raise ConfigError if evaluation.metric or evaluation.mode is wrong."""
         metric, mode = self._config.metric, self._config.mode
         with generators_restored(*self._context.devices):
             halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
@@ -115,7 +115,7 @@ class Evaluator:
             raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={better}.")
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
-        """Write the confusion matrix on rank 0 and return the path of its file, or None if nothing was written."""
+        """Write the confusion matrix to a file on rank 0, and return the path. Return None if nothing was written."""
         if CONFUSION_MATRIX not in self._values or not self._context.is_main:
             return None
         path = directory / "reports" / f"{self._split}_{checkpoint}.json"
@@ -125,10 +125,10 @@ class Evaluator:
         return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
-        """Return the metrics by name (numbers or nested lists), the same on every rank, and reset them.
+        """Compute the metrics over all ranks and reset them. Return numbers or nested lists by name, on every rank.
 
-        Rank 0 gathers all states and computes the metrics. torchmetrics would gather a list state (of ROUGEScore, say)
-        entry by entry: ranks with lists of different lengths would hang, and a rank without samples would give nan.
+        Rank 0 gathers the states of all ranks. If torchmetrics gathered the states itself, ranks would hang if their
+        list states (for example of ROUGEScore) had different lengths, and a rank without samples would give nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
@@ -146,7 +146,7 @@ class Evaluator:
 
 
 class EvaluationLoader:
-    """Reads each sample once, over all ranks. All ranks run equally many micro-batches, as with TrainLoader."""
+    """Divides the samples among the ranks, each sample once. All ranks read the same number of micro-batches."""
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
@@ -162,7 +162,7 @@ class EvaluationLoader:
         self._largest_share = -(-self.num_samples // context.world_size)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """Read this rank's micro-batches. num_parts: if set, read only the first one, cut into that many parts."""
+        """Read this rank's micro-batches. If num_parts is above 0, read only the first one, in that many parts."""
         requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]

@@ -1,4 +1,4 @@
-"""Calls the optional functions of model.py for the trainer, and warns of misspelt ones."""
+"""Calls the optional functions of model.py for the trainer, and warns if a function's name looks misspelt."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _names: set[str] = set()  # the names that the first call of training_metrics() 
 
 
 def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return {"loss": loss} and the means from training_metrics() of model.py, as detached 0-dim tensors."""
+    """Return the loss and, if model.py defines training_metrics(), its means by name, as detached 0-dim tensors."""
     figures = {"loss": loss.detach()}
     if (training_metrics := getattr(user_model, "training_metrics", None)) is not None:
         with torch.no_grad():
@@ -39,7 +39,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
-    """Call on_epoch_begin(model, epoch) of model.py for these epochs. Return True if it changed a requires_grad."""
+    """Call on_epoch_begin() of model.py for each of `epochs`. Return True if a parameter's requires_grad changed."""
     on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
     former = [parameter.requires_grad for parameter in model.parameters()]
     for epoch in epochs:
@@ -48,7 +48,7 @@ def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
 
 
 def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
-    """Call after_step(model, step, log) of model.py. Then restore the random generators that it may have used."""
+    """Call after_step(model, step, log) of model.py, if defined. Then restore the random generators' states."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
         with torch.no_grad(), generators_restored(*strategy.context.devices), strategy.autocast():
             after_step(strategy.evaluation_model, step, tracking.log(step))
@@ -56,7 +56,7 @@ def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
 
 @torch.no_grad()
 def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
-    """Call on_evaluation_end(model, log) of model.py. If it fails, log a warning and go on."""
+    """Call on_evaluation_end(model, log) of model.py, if defined. If the call fails, log a warning and continue."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
         with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:
@@ -66,7 +66,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn if a name in the user's files looks like a misspelt one of FUNCTIONS, or is another tool's name for one."""
+    """Warn if the user's files define a name that looks misspelt or that another tool uses for one of FUNCTIONS."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

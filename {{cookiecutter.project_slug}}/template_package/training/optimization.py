@@ -1,4 +1,4 @@
-"""Builds the optimizer, and averages the weights over the steps."""
+"""Builds the optimizer, and keeps an exponential moving average (EMA) of the weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +14,13 @@ from ..strategies.base import Strategy
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer with build_optimizer() of model.py, or of this file if model.py has none."""
+    """Build the optimizer with build_optimizer() of model.py or, if model.py has no such function, of this file."""
     built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
     return Optimizers(built) if isinstance(built, list | tuple) else built
 
 
 class Optimizers(Optimizer):
-    """Makes several optimizers look like one, which has all their parameter groups and a single state."""
+    """Makes several optimizers look like one optimizer, with all parameter groups and a single state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.
@@ -36,10 +36,10 @@ class Optimizers(Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build AdamW, Adam or SGD for the parameters that are trained, with weight decay on matrices and kernels only.
+    """Build AdamW, Adam or SGD for all parameters that require gradients.
 
-    Biases and norms (fewer than two dimensions) form a group without decay: pulling them to 0 regularizes nothing.
-    Adam's decay is an L2 penalty, AdamW's is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101).
+    Parameters with fewer than two dimensions, such as biases and normalization weights, get no weight decay.
+    In Adam, weight decay is an L2 penalty. In AdamW, it is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -57,9 +57,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 class WeightAverage:
-    """Averages the weights over the steps, for evaluation and export (EMA, as torch.optim.swa_utils defines it).
+    """Keeps an exponential moving average of the weights (EMA, as in torch.optim.swa_utils), for evaluation and export.
 
-    Each rank averages the parts of the weights that it holds. Buffers, such as BatchNorm's, are not averaged.
+    Each rank averages its own part of the weights. Buffers, such as BatchNorm statistics, are not averaged.
     """
 
     def __init__(self, strategy: Strategy, decay: float) -> None:
@@ -70,12 +70,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average with the weights after `step`. Step 1 copies them, unless an average was loaded."""
+        """Update the average after step `step`. Step 1 copies the weights, unless an average was loaded."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay if step > 1 or self._is_loaded else 1.0)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside this context the model has the averaged weights."""
+        """Inside this context, the model has the averaged weights."""
         self._swap()
         try:
             yield
@@ -83,7 +83,7 @@ class WeightAverage:
             self._swap()
 
     def get_weights(self) -> dict[str, Tensor]:
-        """Return the averaged model's state dict on the CPU. All ranks must call it; only rank 0's is whole."""
+        """Return the averaged model's state dict on the CPU. All ranks must call this. Only rank 0 gets all weights."""
         with self.swapped_in():  # on the CPU the state dict shares memory with the model
             return {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
 

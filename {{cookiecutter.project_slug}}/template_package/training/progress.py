@@ -1,4 +1,4 @@
-"""Counts the steps and epochs of a run, keeps its best evaluation, and measures the seconds spent in steps."""
+"""Counts the steps and epochs of a run, remembers the best evaluation, and measures the time spent in steps."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ from ..config import CheckpointConfig, EvaluationConfig
 
 @dataclass
 class Progress:
-    """Holds the counts of one run. They and the seed determine which samples and rates come next."""
+    """The counters of one run. Together with the seed, they determine the next samples and the next learning rate."""
 
     num_samples: int  # in the training set
     global_batch_size: int
@@ -28,7 +28,7 @@ class Progress:
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
     def count_step(self) -> None:
-        """Count one more global batch. The last one of an epoch may be shorter."""
+        """Count one more optimizer step. The last global batch of an epoch may be smaller than the others."""
         self.step += 1
         self.position += self.global_batch_size
         if self.position >= self.num_samples:
@@ -49,13 +49,13 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if the section's evaluation or checkpoint is due now. at_end: it is due unless switched off."""
+        """Return True if `section` asks for an evaluation or checkpoint now or, if at_end is True, at any time."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Record an evaluation's value. Return True if it is the best so far. patience: schedule.patience."""
+        """Record the result of an evaluation. Return True if it is the best so far. `patience` is schedule.patience."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):
@@ -67,11 +67,11 @@ class Progress:
         return is_better
 
     def is_logged(self, every_steps: int) -> bool:
-        """Return True if the step's figures are logged: every `every_steps` steps, and at each epoch's last step."""
+        """Return True if this step is logged, which happens every `every_steps` steps and at the end of each epoch."""
         return self.step % every_steps == 0 or self.is_epoch_end
 
     def describe(self) -> str:
-        """Return, for example, `260 steps, 13 epochs, best accuracy 0.9889 at step 100`."""
+        """Return a summary, for example `260 steps, 13 epochs, best accuracy 0.9889 at step 100`."""
         counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (self.epoch > 0)
         if self.best is None:
             return counts
@@ -87,7 +87,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert another run's state: keep the position in the data, count steps in this run's global batch size."""
+        """Convert another run's state. Keep the position in the data, and recount steps for this run's batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0
@@ -100,7 +100,7 @@ class Progress:
 
 
 class StepClock:
-    """Counts the seconds spent in training steps, without start-up, evaluation and saving."""
+    """Measures the time spent in training steps. Start-up, evaluation and saving do not count."""
 
     def __init__(self, num_samples_seen: int) -> None:
         self._started_at, self.first_sample = time.perf_counter(), num_samples_seen

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Lock this run for one process. Raise ConfigError on every rank if another holds it. All ranks must call it."""
+    """Lock the run's folder. Raise ConfigError if another process has locked the folder. All ranks must call this."""
     held: list[BinaryIO] = []  # the system releases the lock when rank 0's process dies
 
     def lock() -> None:
@@ -54,7 +54,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
-    """Log the devices. Return all ranks' devices on rank 0, else an empty list. All ranks must call it."""
+    """Log all ranks' devices. Return them on rank 0, and an empty list on other ranks. All ranks must call this."""
     own = [f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}" for d in context.devices]
     devices = [*chain(*(gather_objects(own) or []))]
     for note in context.device_notes:  # each node logs its own notes
@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """Write the resolved config.yaml and environment.json on rank 0. Delete an earlier start's summary.json."""
+    """On rank 0, write config.yaml and environment.json, and delete the summary.json of an earlier start."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Write summary.json and the best weights on rank 0. Return the summary. All ranks must call it."""
+    """On rank 0, write summary.json and the best weights. Return the extended `summary`. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profile of these steps (first, last) for profile/rank_<r>.json. Return None if no step is left."""
+    """Start a profiler that records steps[0] to steps[1] in profile/rank_<r>.json. Return None if no step is left."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

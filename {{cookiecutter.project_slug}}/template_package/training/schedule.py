@@ -9,11 +9,11 @@ from ..config import ScheduleConfig
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
-    """Return the rate of optimizer step `step`, counted from 1. A resumed run therefore needs no scheduler state.
+    """Return the learning rate of optimizer step `step`, counted from 1.
 
-    If model.py has learning_rate(step, total_steps), the rate is its value times `peak`, and `schedule:` is ignored.
-    Linear warm-up reaches `peak` at step `warmup_steps`. The next step still has the peak; from there the rate decays
-    and would reach the floor one step after the last, as with torch's schedulers.
+    If model.py defines learning_rate(step, total_steps), return its value times `peak`, and ignore `config`.
+    Linear warm-up reaches `peak` at step `warmup_steps`. As in torch's schedulers, linear and cosine decay then reach
+    `min_learning_rate` one step after the last step of the run.
     """
     if (factor := getattr(user_model, "learning_rate", None)) is not None:
         return peak * float(factor(step, total_steps))
@@ -46,7 +46,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set every group's rate to `value` times (the group's initial rate / `peak`). `peak` is the config's rate."""
+    """Set each group's rate to `value * initial / peak`, where `initial` is the rate that the group was built with."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

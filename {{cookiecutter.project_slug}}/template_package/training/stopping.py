@@ -1,11 +1,11 @@
-"""Stops all ranks after the same step when one of them is asked to stop, and ends a run that hangs.
+"""Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
-After SIGTERM to `python run.py` with several ranks:
-1. The launching process (launching/processes.py) writes STOP to the store, or kills all ranks if none is READY yet.
-2. A thread of each rank sees STOP, and halts its rank before the next step, or the next batch of an evaluation.
-3. Each rank writes, as BEGUN, how many steps and evaluation batches it has begun. All continue to the largest number.
-4. allows() returns False on all ranks, and Trainer.finish saves. The ranks and the launching process exit with 143.
-A signal to one rank makes that rank write STOP. As long as nobody asks to stop, a step only compares two integers.
+If `python run.py` with several ranks receives SIGTERM, this happens:
+1. The launching process writes the key STOP to the store. If no rank is READY to stop, it kills all ranks instead.
+2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
+3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
+4. Then allows() returns False on all ranks, the trainer saves, and all processes exit with code 143.
+If only a single rank receives the signal, that rank writes STOP.
 """
 
 import faulthandler
@@ -30,17 +30,17 @@ _num_beats = 0
 
 
 class Interrupted(Exception):  # noqa: N818 - no error
-    """Ends an evaluation in the middle when the run is asked to stop. The next start repeats the evaluation."""
+    """Raised during an evaluation when the run is asked to stop. The next start repeats the evaluation."""
 
 
 def beat() -> None:
-    """Record that this rank begins another step, evaluation batch or save: it has not hung."""
+    """Tell hang_watch() that this rank makes progress. Call it before each step, evaluation batch and save."""
     global _num_beats  # noqa: PLW0603 - one process is one rank
     _num_beats += 1
 
 
 class StopRequest:
-    """Stops a run by signal. Call `allows()` before each step and evaluation batch. signal_number: what stopped it."""
+    """Stops the run after a signal (`signal_number`). Call `allows()` before each step and evaluation batch."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None
@@ -65,7 +65,7 @@ class StopRequest:
             raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
-        """Return False if the run must end before this step or batch. Each call returns the same on every rank."""
+        """Return False if the run must end before this step or batch. All ranks get the same answer."""
         beat()
         if self._context.world_size == 1:  # a single rank decides alone
             self.signal_number = self._received
@@ -99,7 +99,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """Inside this context, end all ranks if this one hangs for launch.timeout_minutes. Write all stacks to the logs."""
+    """Inside this context, end all ranks if this one makes no progress for launch.timeout_minutes. Log stack traces."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()

@@ -14,10 +14,10 @@ class DataConfig:
     num_validation: int = 37
     dtype: str = "float32"
     noise: float = 0.0
-    """Standard deviation of the random numbers that augment the inputs of training items."""
+    """Standard deviation of the random numbers that are added to the inputs of training samples."""
     min_length: int = 1
     max_length: int = 1
-    """Lengths of samples are drawn from min_length to max_length, both included."""
+    """Each sample has a random length from min_length to max_length, both included."""
 
 
 class Batch(NamedTuple):

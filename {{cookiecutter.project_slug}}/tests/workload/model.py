@@ -1,4 +1,4 @@
-"""A model for the tests: it has six tensors, a loss that may need loss_weight(), and a fault to switch on."""
+"""A small model for the tests. Its config can make the loss a weighted mean, or make one rank fail."""
 
 import time
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     is_weighted: bool = False
-    """The loss is a mean weighted by the samples' lengths, instead of a plain mean over samples."""
+    """If True, the loss is a mean weighted by the samples' lengths. If False, it is a plain mean over samples."""
     seconds_per_step: float = 0.0
     fault: str = "none"
-    """With the value "raise", rank fault_rank (of several) raises an error in step fault_step."""
+    """With "raise" and several ranks, the rank `fault_rank` raises an error in step `fault_step`."""
     fault_rank: int = 1
     fault_step: int = 3
 

@@ -1,7 +1,7 @@
 """Runs the tests' commands one after the other in one process. Its fork server stays up, so ranks start in a second.
 
-`python session.py FD` reads lines of JSON, {"folder", "script", "words"}, and writes each command's exit code to file
-descriptor FD. The output of the commands and their ranks goes to stdout. A single rank runs in this process itself.
+`python session.py FD` reads one command per line from stdin, as a JSON object with the keys folder, script and words.
+It writes the exit code of each command to file descriptor FD, and the output of commands and ranks to stdout.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from template_package.launching.processes import start_fork_server
 
 
 def run(folder: str, script: str, words: list[str]) -> int:
-    """Run `python <script>.py <words>` in the folder, with that folder's modules. Return the exit code."""
+    """Do what `python <script>.py <words>` would do in `folder`, but in this process. Return the exit code."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("template_package", "run", "session"):
             del sys.modules[name]
@@ -35,7 +35,10 @@ def run(folder: str, script: str, words: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Train several runs, '[["name=a", …], ["name=b", …]]', in the same ranks, to save starts. Return the exit code."""
+    """Train several runs in the same ranks, because starting ranks takes time. Return the exit code.
+
+    arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
+    """
     from template_package.config import load_config
     from template_package.launching.launcher import find_node, launch
 

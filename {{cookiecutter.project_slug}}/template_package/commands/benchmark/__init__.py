@@ -1,6 +1,6 @@
-"""`python run.py benchmark`: measures your training's speed here: one device, 16-bit, compiled, each strategy.
+"""`python run.py benchmark`: measures the training speed of your model under each strategy, in 16 bits, and compiled.
 
-Each run trains as usual, for a few steps. The figures come from the files that the run writes.
+It starts ordinary training runs of a few steps, and reads its figures from the files that these runs write.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """One way to train, with its results: its runs, or the reason why there are none."""
+    """One way to train. `runs` holds the figures of each finished run. If a run has failed, `reason` says why."""
 
     name: str
     arguments: list[str]  # key=value
@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """Return the ways to train: one device first, as the baseline; with several devices, also each strategy."""
+    """Return the ways to train on these devices. The first row, with one device, is the baseline of all speed-ups."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -83,7 +83,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 
 def main(line: CommandLine) -> int:
-    """Write the table, even if stopped. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the benchmark and print the table. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """Run each row once a round, so that other load affects all rows equally. Skip rows that have failed."""
+    """Run each row once per round, so that other programs slow down all rows equally. Skip rows that have failed."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -120,7 +120,7 @@ def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: 
 
 
 def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
-    """Train once and add the figures to row.runs. If the training fails, set row.reason: the cause and the log file."""
+    """Train once and add the figures to row.runs. If training fails, set row.reason to the cause and the log's name."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
     with start_run([*arguments, *row.arguments], folder, log) as process:
@@ -136,7 +136,7 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
 
 
 def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `python run.py` with its runs in `folder` and its output in `log`. It dies with this process."""
+    """Start `python run.py` with runs in `folder` and output in `log`. On Linux, the child ends with this process."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],
@@ -147,7 +147,7 @@ def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.P
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Return the figures of a finished run. The speed is a median over metrics.jsonl, without the warm-up steps."""
+    """Return the figures of a finished run. The speed is a median over the lines of metrics.jsonl after the warm-up."""
     run, lines = read_json(directory / "environment.json"), read_metrics(directory)["train"]
     run |= read_json(directory / "summary.json")
     speed = median(line["samples_per_second"] for line in lines if line["step"] > NUM_WARM_UP_STEPS)
@@ -159,16 +159,17 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def find_reason(log: Path, exit_code: int) -> str:
-    """Return the line of a failed run's log that tells the cause: `error: …`, a traceback's end, or the last line."""
+    """Return the line of a failed run's log that tells the cause: an error message or, failing that, the last line."""
     output = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
     return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return, for each row that ran, the medians of its runs, its command and its `speed_up` over the first of them.
+    """Return the results of each row that ran: medians over the runs, the command, and the speed-up over the first row.
 
-    `is_loss_wrong` says that the loss is NaN or fell less than half as far as the first one's. typed: user's arguments.
+    `is_loss_wrong` is true if the loss is NaN, or fell less than about half as far as in the first row.
+    `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):
@@ -186,7 +187,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Format the table, the rows that did not run, and as the last line the fastest row with its command."""
+    """Return the report as Markdown: the table, the rows that did not run, and the command of the fastest row."""
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]

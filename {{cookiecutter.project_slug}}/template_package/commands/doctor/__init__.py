@@ -1,7 +1,7 @@
-"""`python run.py doctor`: shows what would break runs here, one line per check, with a remedy; `--json` for machines.
+"""`python run.py doctor`: checks what would make runs fail on this machine, and shows remedies. --json prints JSON.
 
-The checks run in a child process, because a check may hang. The parent stops waiting after SECONDS. Only the
-check functions import torch and your files, which may be broken.
+The checks run in a child process, because a check may hang: the parent process waits no longer than SECONDS. Only
+the check functions import torch, model.py and dataset.py, because these imports may fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 class Finding(NamedTuple):
-    """One line of doctor's answer. status: ok, warning (a run may work) or broken (a run will fail)."""
+    """The result of one check. Status "warning" means that runs may still work; "broken" means that runs will fail."""
 
     check: str
     status: str
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Machine:
-    """Holds results that later checks need. gpus: torch's names (cuda:0) of the GPUs that a run would take now."""
+    """Holds results that later checks need. `gpus` names the GPUs that a run would use now, for example `cuda:0`."""
 
     line: CommandLine
     nvml: Any = None
@@ -54,7 +54,7 @@ class Machine:
 
 
 def main(line: CommandLine) -> int:
-    """Print the findings. Return 1 if something is broken, otherwise 0."""
+    """Run the checks and print their findings. Return 1 if the status of a finding is `broken`, otherwise 0."""
     if line.rest not in ([], ["--json"]):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value.")
     findings = []
@@ -72,7 +72,7 @@ def main(line: CommandLine) -> int:
 
 
 def _consult(line: CommandLine) -> Iterator[Finding]:
-    """Yield the findings of each check as soon as they arrive. Stop at a check that gives no answer in time."""
+    """Run the checks in a child process, and yield each finding when it arrives. Stop if a check takes too long."""
     os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # otherwise a name service that is away takes all the time
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -125,20 +125,20 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check /dev/shm: loader workers pass batches through it, and so does NCCL with data of GPUs that lack a link."""
+    """Check the free space in /dev/shm, which loader workers need for batches, and NCCL for data between some GPUs."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
 
 
 def check_open_files(_: Machine) -> Iterator[Finding]:
-    """Check how many files a process may have open: loader workers pass each tensor as an open file."""
+    """Check how many files a process may have open. Loader workers pass each tensor as an open file."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding("open files", _grade(limit, fine=1024, enough=256), f"at most {limit}")
 
 
 def check_disk(_: Machine) -> Iterator[Finding]:
-    """Check that the disk of runs/ can be written to and has free space."""
+    """Check that the disk that holds runs/ is writable and has free space."""
     runs = run_directory("any").parent
     folder = next(path for path in (runs, *runs.absolute().parents) if os.path.lexists(path))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -159,7 +159,7 @@ def check_config(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gpus(machine: Machine) -> Iterator[Finding]:
-    """Check that the driver answers and that torch sees its GPUs. Show the free memory of each GPU."""
+    """Check that the GPU driver answers and that torch sees the same GPUs. Report the free memory of each GPU."""
     import torch
 
     from ...launching.devices import find_gpus
@@ -181,7 +181,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
-    """Find the devices that a run would take now, and release their locks at once."""
+    """Report the devices that a run would use if it started now."""
     if machine.config is None:
         return
     from ...launching.devices import find_gpus, take_devices
@@ -195,20 +195,20 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gloo(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce between two CPU ranks: GPU ranks use gloo too, to exchange plain objects."""
+    """Run an all-reduce between two CPU ranks over gloo. GPU ranks need gloo, too, to exchange Python objects."""
     if machine.config is not None:
         launch = replace(machine.config.launch, backend="gloo")
         yield _all_reduce("gloo", ["cpu", "cpu"], replace(machine.config, launch=launch))
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce over all GPUs that a run would take; with a single GPU this still shows that kernels run."""
+    """Run an all-reduce over all GPUs that a run would use. Even with a single GPU, this shows that kernels run."""
     if machine.gpus:
         yield _all_reduce("GPU link", machine.gpus, machine.config)
 
 
 def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
-    """All-reduce between ranks that are started as in a run. The first that fails prints its name and traceback."""
+    """Start one rank per device, as a run does, and run an all-reduce. If a rank fails, its traceback is printed."""
     from ...launching.devices import Devices
     from ...launching.launcher import Node, launch
 
@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """All-reduce a one from each rank. Raise ArithmeticError on a wrong sum: an IOMMU may break copies between GPUs."""
+    """Sum up ones over all ranks. Raise ArithmeticError if the sum is wrong: an IOMMU may break copies between GPUs."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context

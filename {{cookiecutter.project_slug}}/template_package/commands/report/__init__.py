@@ -1,6 +1,6 @@
-"""`python run.py report [NAME…]`: writes one HTML file that shows a run or compares several; it needs no network.
+"""`python run.py report [NAME…]`: writes an HTML file, readable offline, that shows one run or compares several runs.
 
-The content comes from the runs' files. page.html (Jinja) lays it out and escapes it, and matplotlib draws the curves.
+The content comes from the files of the runs. page.html is the Jinja template of the page. matplotlib draws the curves.
 """
 
 import base64
@@ -41,7 +41,7 @@ DRAWING: Any = {
 
 
 def main(line: CommandLine) -> int:
-    """Write the report of the named runs, or of the run that config.yaml names, and return 0."""
+    """Write a report on the runs that the command names. Without names, take the run of the config. Return 0."""
     folders = [run_directory(name) for name in line.rest or [line.load_config().name]]
     path = (folders[0] if len(folders) == 1 else run_directory("")) / "report.html"
     write_report([run for folder in folders for run in find_runs(folder)], path)
@@ -50,7 +50,7 @@ def main(line: CommandLine) -> int:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return [folder] if it is a run's folder, or the runs in it if it is a sweep's. Otherwise raise ConfigError."""
+    """If `folder` is a run, return [folder]. If it is a sweep, return its runs. If it is neither, raise ConfigError."""
     runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
     if not runs:
         there = ", ".join(sorted(path.name for path in run_directory("").glob("*/"))) or "none so far"
@@ -59,7 +59,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def write_report(directories: list[Path], path: Path) -> None:
-    """Write the report of one run, or the comparison of several, to `path`."""
+    """Write the report on one run, or the comparison of several runs, to `path`."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["show"] = show
     parts = describe_run(directories[0]) if len(directories) == 1 else compare_runs(directories)
@@ -69,14 +69,14 @@ def write_report(directories: list[Path], path: Path) -> None:
 
 
 def show(value: Any) -> str:
-    """Format a value for the page."""
+    """Return a value as text for the page. A float gets five significant digits."""
     if isinstance(value, list):
         return " ".join(map(show, value))
     return f"{value:.5g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def describe_run(directory: Path) -> dict[str, Any]:
-    """Collect the contents of one run's report, except for the curves."""
+    """Collect all that page.html shows about a single run, except for the curves."""
     default = {}
     with suppress(ConfigError):  # raised if a field of model.py or dataset.py has no default
         default = dotted(to_dict(build_config({})))
@@ -97,7 +97,7 @@ def describe_run(directory: Path) -> dict[str, Any]:
 
 
 def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return label, precision, recall, f1 and support of each class, then macro and weighted averages; 0 / 0 is 0."""
+    """Return precision, recall, f1 and support of each class, then macro and weighted averages. 0 / 0 counts as 0."""
     counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
     correct, support, predicted, total = counts.diagonal(), counts.sum(1), counts.sum(0), counts.sum()
     pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
@@ -111,7 +111,7 @@ def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def class_table(path: Path) -> str:
-    """Format a file of reports/ for the console: the scores of each class, and the confusion matrix."""
+    """Return a file of reports/ as text for the console, with the scores of each class and the confusion matrix."""
     report = read_json(path)
     lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
     for row in rows:
@@ -123,7 +123,7 @@ def class_table(path: Path) -> str:
 
 
 def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
-    """Collect the contents of a report on several runs: their differences, and means over seeds."""
+    """Collect what page.html shows about several runs: the settings that differ, the results, and means over seeds."""
     configs, runs = [*map(read_config, directories)], []
     all_keys = dict.fromkeys(key for key in chain(*configs) if key != "name")
     keys = [key for key in all_keys if len({one_line(config.get(key)) for config in configs}) > 1]
@@ -137,7 +137,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Return mean, standard deviation and size of each group of runs that differ only in the seed, best first."""
+    """Group runs that differ only in the seed. Return mean, standard deviation and size of each group, best first."""
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:
@@ -151,7 +151,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
-    """Draw metrics.jsonl as <svg> texts. One run: a figure per metric. Several runs: a figure per split and metric."""
+    """Return the curves as SVG text: one figure per metric or, for several runs, one figure per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
@@ -176,7 +176,7 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
 
 
 def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the lines of metrics.jsonl by split. Skip a line that is half written."""
+    """Return the lines of metrics.jsonl, grouped by split. Skip a line that is only half written."""
     path, splits = directory / "metrics.jsonl", dict[str, list[dict[str, Any]]]()
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         with suppress(ValueError):
@@ -192,5 +192,5 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file. Return {} if it does not exist."""
+    """Read a JSON file. Return {} if the file does not exist."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}

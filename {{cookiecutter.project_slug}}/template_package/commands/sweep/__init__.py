@@ -1,7 +1,7 @@
-"""`python run.py sweep FILE`: trains many runs, as many at once as the devices allow. Type it again to resume.
+"""`python run.py sweep FILE`: trains many runs, several at once if possible. The same command continues the sweep.
 
-Each run is a child process `python run.py …` with its files in runs/<sweep>/. It locks GPUs, waits for them
-and resumes like any run. Stopping the sweep stops its runs. The next start reads sweep.json and the runs' files.
+Each run is a child process `python run.py …` that writes to runs/<sweep>/. Like any run, it waits for free GPUs, locks
+them, and resumes. If the sweep is stopped, its runs stop, too. The next start reads sweep.json and the runs' files.
 """
 
 import json
@@ -41,7 +41,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class Range(BaseModel, extra="forbid"):
-    """Declares a range of numbers from low to high. If both are written as whole numbers, it holds integers."""
+    """A range of numbers from which to draw. If `low` and `high` are written as integers, only integers are drawn."""
 
     low: Number
     high: Number
@@ -65,7 +65,7 @@ class Search(BaseModel, extra="forbid"):
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
     def open_study(self, folder: Path, mode: str) -> tuple[Any, dict[str, Any]]:
-        """Open optuna's study in the folder's study.db. Return the study and the distributions that it draws from."""
+        """Open or create the optuna study in `folder`/study.db. Return the study and a distribution for each key."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna, return random ones, only to check the keys."""
+        """Return each run's settings, without duplicates. For optuna, return random settings, to check the keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
@@ -110,7 +110,7 @@ class Sweep(BaseModel, extra="forbid"):
 
 
 def draw(way: Range | list[Any], generator: random.Random) -> Any:
-    """Draw a value from a list or range. A float gets 4 significant digits, so that a person can type it."""
+    """Draw a value from a list or a range. A float is rounded to 4 significant digits, which are easy to type."""
     if isinstance(way, list):
         return generator.choice(way)
     low, high = (math.log(way.low), math.log(way.high)) if way.log else (way.low, way.high)
@@ -120,13 +120,13 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
 
 
 def as_arguments(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the settings under dotted keys, with each value as text for the command line."""
+    """Return the settings as {dotted key: text}, in the form that the command line takes."""
     items = dotted(settings).items()
     return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in items}
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read the sweep file. Raise ConfigError with the first wrong key, its value and the rule."""
+    """Read the sweep file. If a key is wrong, raise a ConfigError that names the key and the rule that it breaks."""
     try:
         return Sweep.model_validate(read_settings(path, []))
     except ValidationError as error:
@@ -147,7 +147,7 @@ class Run:
 
 
 def main(line: CommandLine) -> int:
-    """Run the sweep. Return 0 if all runs are complete or pruned, otherwise 1; 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the sweep. Return 0 if all runs are complete or pruned, 130 after Ctrl-C, 143 after SIGTERM, otherwise 1."""
     if len(line.rest) != 1:
         raise ConfigError("sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]")
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
@@ -162,7 +162,7 @@ class SweepRunner:
     """Starts the runs of a sweep, watches them and writes their results to sweep.json."""
 
     def __init__(self, line: CommandLine, sweep: Sweep) -> None:
-        """Check all settings before a run starts. Raise ConfigError for settings that the config refuses."""
+        """Check the settings of all runs before any run starts. Raise ConfigError if a setting is wrong."""
         self.sweep, self.folder, self.line = sweep, run_directory(sweep.name), line
         self.search = sweep.search if sweep.search and sweep.search.method == "optuna" else None
         num_gpus = len(find_gpus(os.environ).visible)
@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. A run in sweep.json keeps its name and, if config and overrides are the same, its result."""
+        """Make the list of runs. A run in sweep.json keeps its name and, if the config has not changed, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -194,7 +194,7 @@ class SweepRunner:
             self.add(settings)
 
     def add(self, settings: dict[str, Any]) -> Run:
-        """Add a run with these settings, under its former name or a new one. Keep its result if that is still valid."""
+        """Add a run with these settings. If sweep.json lists the run, keep its name and, if still valid, its result."""
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
             parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
@@ -208,13 +208,13 @@ class SweepRunner:
         return run
 
     def list_arguments(self, run: Run) -> list[str]:
-        """Return the key=value arguments of the run's command line."""
+        """Return the key=value arguments with which to start the run."""
         arguments = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
         settings = as_arguments(run.settings).items()
         return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]
 
     def run_all(self) -> int:
-        """Start runs until all have ended or a signal asks to stop, and return the exit code."""
+        """Run the sweep until all runs have ended or a signal asks it to stop. Return the exit code."""
         bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
         try:
             with stop_signals_call(raise_stop):
@@ -241,13 +241,13 @@ class SweepRunner:
         return int(any(run.status not in ENDED_WELL for run in self.runs))
 
     def describe(self, run: Run) -> str:
-        """Return the run's name, step, time left and last metrics, read from its log."""
+        """Return one line with the run's name, step, time left and latest metrics, as its log shows them."""
         log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
         progress, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
         return ", ".join([run.name, *(progress[-1] if progress else ()), *metrics[-1:]])
 
     def fill_slots(self) -> bool:
-        """Start waiting runs in free slots; return whether any run is running."""
+        """Start a waiting run in each free slot. Return True if any run is running."""
         for slot in (slot for slot in range(self.num_slots) if slot not in self.running):
             run = next((run for run in self.runs if run.status == "waiting"), None)
             if run is None and self.search is not None and len(self.runs) < self.search.trials:
@@ -268,7 +268,7 @@ class SweepRunner:
         return process
 
     def is_hopeless(self, run: Run) -> bool:
-        """Report the run's metric so far to optuna, and return whether optuna would prune the run."""
+        """Report the run's metric so far to optuna. Return True if optuna would prune the run."""
         if self.search is None or not self.search.prune:
             return False
         from optuna.trial import Trial
@@ -282,7 +282,7 @@ class SweepRunner:
         return bool(trial.should_prune())
 
     def settle(self, run: Run, exit_code: int) -> None:
-        """Write down the status of a run that has ended, and its best value or its error."""
+        """Record the status of a run that has ended, and its best metric or the reason why it failed."""
         summary = read_json(self.folder / run.name / "summary.json")
         best = summary.get("best") or {}
         run.value, run.step = best.get(self.metric), best.get("step")
@@ -302,7 +302,7 @@ class SweepRunner:
         tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
 
     def write(self) -> None:
-        """Write sweep.json: all runs, and the mean of each group of runs that differ only in seed, best first."""
+        """Write sweep.json, with all runs and with the mean of each group of runs that differ only in the seed."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
         runs = [*map(vars, self.runs), *self.former]  # runs that the sweep file no longer names stay listed
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}

@@ -1,1 +1,1 @@
-"""Builds DeepSpeed's settings and its state for checkpoints; deepspeed.py uses both."""
+"""Builds DeepSpeed's settings, and the states that checkpoints under DeepSpeed contain. deepspeed.py uses both."""

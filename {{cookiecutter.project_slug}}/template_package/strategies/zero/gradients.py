@@ -1,6 +1,6 @@
-"""Finds parameters without a gradient on this rank: DeepSpeed would use zeros or another parameter's gradient.
+"""Finds parameters that got no gradient on this rank. DeepSpeed would use zeros or another parameter's gradient.
 
-The check runs before backward ends, so a rank that lacks a gradient fails before it shares the last of the others.
+The check runs before the backward pass ends, so a rank that lacks a gradient fails before it has shared all the others.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class GradientWatch:
                 parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
 
     def check_after(self, loss: Tensor) -> None:
-        """Let this loss's backward raise ConfigError if a parameter got no gradient since the last check."""
+        """Make the backward pass of this loss raise ConfigError if a parameter got no gradient since the last check."""
         engine: Any = Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(self._check))  # type: ignore[no-untyped-call]
 

@@ -24,7 +24,8 @@ OWNERS = {  # the key of config.yaml that decides a key of DeepSpeed's
 def build_settings(options: Options, max_norm: float | None, precision: str, num_elements: int) -> dict[str, Any]:
     """Return DeepSpeed's settings for a model of `num_elements` parameters, with `deepspeed.extra` merged in.
 
-    Raise ConfigError for an extra key that config.yaml sets elsewhere, or for settings that DeepSpeed refuses.
+    Raise ConfigError if `deepspeed.extra` contains a setting that another key of config.yaml decides, or if
+    DeepSpeed refuses the settings.
     """
     import deepspeed
 
@@ -54,7 +55,7 @@ def build_settings(options: Options, max_norm: float | None, precision: str, num
 
 
 def check_optimizer(optimizer: Optimizer, options: Options) -> None:
-    """Raise ConfigError if the optimizer may give another result on ZeRO's flat shards than on whole weights."""
+    """Raise ConfigError if the optimizer may compute different results on ZeRO's flat shards and on whole weights."""
     is_elementwise = type(optimizer) in (Adam, AdamW, SGD, RMSprop)
     if options.zero_stage > 0 and not is_elementwise and not options.extra.get("zero_allow_untested_optimizer"):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Gathers the ranks' shards of weights and optimizer state under ZeRO for checkpoints, and shards them again.
+"""Gathers ZeRO's shards of weights and optimizer state for checkpoints, and cuts loaded states into shards again.
 
-Only DeepSpeed can read its own checkpoints. To write portable ones, this file also uses names that are not part of
-DeepSpeed's API, but exist in the version that constraints.txt pins.
+DeepSpeed's own checkpoints can be read only by DeepSpeed. To write portable checkpoints, this file uses names that are
+not part of DeepSpeed's public API, but that exist in the version that constraints.txt pins.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ..common import NOT_LOADED
 
 
 def gather_weights(module: nn.Module, context: RankContext) -> dict[str, Tensor]:
-    """Return stage 3's weights on rank 0's CPU, gathered one after the other. All ranks must call this."""
+    """Gather the weights of stage 3 in rank 0's CPU memory, one after the other. All ranks must call this."""
     from deepspeed import zero
 
     weights = {}
@@ -29,7 +29,7 @@ def gather_weights(module: nn.Module, context: RankContext) -> dict[str, Tensor]
 
 @torch.no_grad()
 def scatter_weights(module: nn.Module, weights: dict[str, Tensor], context: RankContext) -> None:
-    """Load a state dict in any stage. Rank 0 hands out the shards of sharded weights."""
+    """Load whole weights in any stage. If the model's weights are sharded, each rank gets its shards from rank 0."""
     from deepspeed import zero
 
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -39,7 +39,7 @@ def scatter_weights(module: nn.Module, weights: dict[str, Tensor], context: Rank
 
 
 class Groups:
-    """Keeps the parameter groups of the user's optimizer, and the names of their parameters."""
+    """Keeps the parameter groups of the user's optimizer, and the names of the parameters in each group."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -49,11 +49,11 @@ class Groups:
         self.trained = [name for group in self._trained for name in group]
 
     def leave_trained(self, optimizer: Optimizer) -> None:
-        """Remove the groups without trained parameters: stages 1 and 2 fail on them, stage 3 miscounts them."""
+        """Remove groups without trained parameters. Stages 1 and 2 fail on such groups, and stage 3 miscounts them."""
         optimizer.param_groups = [group for group, names in zip(self._groups, self._trained, strict=True) if names]
 
     def saved(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return all groups in the format of checkpoints. groups: DeepSpeed's, without the frozen ones."""
+        """Return all groups in the format of checkpoints. `groups` are DeepSpeed's groups, without the frozen ones."""
         left = iter(groups)
         present = [next(left) if names else group for group, names in zip(self._groups, self._trained, strict=True)]
         return [
@@ -62,7 +62,7 @@ class Groups:
         ]
 
     def load(self, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-        """Copy to each of DeepSpeed's groups the settings of the saved group that has the same parameters."""
+        """For each of DeepSpeed's groups, load the settings of the saved group that has the same parameters."""
         for group, names in zip(groups, filter(None, self._trained), strict=True):
             group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
             former = next((former for former in saved if names[0] in former["params"]), {})
@@ -70,7 +70,7 @@ class Groups:
 
 
 class OptimizerParts:
-    """Gathers and scatters the sharded state of an optimizer. optimizer: DeepSpeed's, in stages 1 to 3."""
+    """Gathers and scatters the sharded state of DeepSpeed's optimizer, in stages 1 to 3."""
 
     def __init__(self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext) -> None:
         self._optimizer, self._groups, self._context = optimizer, groups, context
@@ -78,7 +78,7 @@ class OptimizerParts:
         self._is_cut = any(hasattr(parameter, "ds_id") for parameter in self._parameters.values())  # stage 3
 
     def gather(self) -> dict[str, Any]:
-        """Return the whole state on rank 0, as torch's get_optimizer_state_dict() does. All ranks must call this."""
+        """Return the whole state on rank 0, in the format of get_optimizer_state_dict(). All ranks must call this."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         if not self._optimizer.state:  # before the first step
@@ -95,7 +95,7 @@ class OptimizerParts:
         return {"state": state, "param_groups": groups} if self._context.is_main else {}
 
     def scatter(self, saved: dict[str, Any]) -> None:
-        """Load this rank's shards of a whole state, saved under any strategy. Call this before the first step."""
+        """Load this rank's shards of a whole state, saved by any strategy. Call this before the first step."""
         self._groups.load(self._optimizer.param_groups, saved["param_groups"])
         states = {name: saved["state"][name] for name in self._groups.trained if name in saved["state"]}
         pattern: dict[str, Tensor] = next(iter(states.values()), {})
@@ -114,13 +114,13 @@ class OptimizerParts:
                     self._set(self._parameters[name], key, value)
 
     def local_weights(self) -> list[Tensor]:
-        """Return this rank's shard of every parameter in stage 3, without the padding of the last shard."""
+        """In stage 3, return this rank's shard of every parameter, without the padding at the end of the last shard."""
         rank = self._context.rank
         parts = [(parameter.ds_tensor.detach(), parameter.ds_numel) for parameter in self._parameters.values()]
         return [part[: max(0, numel - rank * part.numel())] for part, numel in parts]
 
     def _link(self) -> None:
-        """Link each parameter to its optimizer state in stages 1 and 2: DeepSpeed does so for the first group only."""
+        """In stages 1 and 2, link parameters to their optimizer states. DeepSpeed itself links only the first group."""
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
         optimizer = self._optimizer

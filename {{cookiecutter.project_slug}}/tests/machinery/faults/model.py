@@ -23,7 +23,7 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     is_weighted: bool = False
-    """The loss is a mean weighted by the samples' lengths, instead of a plain mean over samples."""
+    """If True, the loss is a mean weighted by the samples' lengths. If False, it is a plain mean over samples."""
     has_unused_parameter: bool = False
     fault: str = "none"
     """The name of a fault in FAULTS or compute_loss. Most faults occur on rank fault_rank in step fault_step alone."""
