@@ -1,7 +1,7 @@
 """Declares the keys of config.yaml as dataclasses, with the type, the limits and the default of each key.
 
-pydantic checks the types and limits. The sections `data` and `model` are dataclasses in dataset.py and model.py. If
-their values do not fit together, their `__post_init__` may raise ValueError. config_file.py reads config.yaml.
+pydantic checks the types and limits. The sections `data` and `model` are dataclasses in dataset.py and model.py.
+Their `__post_init__` may raise ValueError if values conflict. config_file.py reads config.yaml.
 """
 
 import re

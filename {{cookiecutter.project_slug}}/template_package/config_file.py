@@ -1,6 +1,6 @@
 """Reads config.yaml and `key=value` arguments into nested dicts of text. config.py turns the text into typed values.
 
-This file imports neither torch nor the user's files, since the fork server for the ranks may have to start first.
+This file imports neither torch nor the user's files: the ranks' fork server may have to start before such imports.
 """
 
 import re
@@ -14,7 +14,7 @@ from .errors import ConfigError, one_line
 
 
 def other_words() -> dict[str, dict[str, str]]:
-    """Read other_words.yaml, the names that other tools use for this project's keys, values and functions."""
+    """Read other_words.yaml, which lists other tools' names for this project's keys, values and functions."""
     return dict(yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes()))
 
 

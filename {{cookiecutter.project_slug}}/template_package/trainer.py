@@ -131,8 +131,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return a dict of figures and the gradient norm before
-        clipping. Averaged over ranks, the figures are the global batch's mean loss and, if is_logged, training metrics.
+        """Run one optimizer step without waiting for the device. Return this rank's figures and the gradients' norm
+        before clipping. The ranks' mean figures are the global batch's loss and, if is_logged, training metrics.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -151,7 +151,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """After a step, log, save and compare replicas if the config asks for it. Note whether an evaluation is due."""
+        """After a step, log, save a checkpoint and compare replicas, each if due. Note whether an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)
@@ -211,7 +211,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Load the checkpoint to continue from, if any. First, call on_epoch_begin() for each epoch that has begun."""
+        """Call on_epoch_begin() for each epoch that has begun. Then load the checkpoint to continue from, if any."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)

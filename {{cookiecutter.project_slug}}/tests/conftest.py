@@ -1,4 +1,4 @@
-"""Fixtures for the tests: a copy of the project with a small model, in which a test runs commands as a user does."""
+"""Test fixtures: a copy of the project, with a small model, where tests run commands as a user would."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Session:
         self._replies = os.fdopen(receiver)
 
     def close(self) -> None:
-        """Kill the process. Ranks that the process has started end, too."""
+        """Kill the process. The ranks that it has started end as well."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -135,7 +135,7 @@ class Project:
     session: Session
 
     def start(self, *words: str, command: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-        """Start `python run.py …` as a user does. If `command` is given, such as torchrun, it replaces `python`.
+        """Start `python run.py …` as a user does. A `command`, for example torchrun, replaces `python`.
 
         `words` are the arguments of run.py, and `variables` are added to the environment.
         """
@@ -155,7 +155,7 @@ class Project:
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
         """Run a command and return its output. Fail if its exit code is not `code`.
 
-        If `command` is given, call start(). Otherwise, run `script` in the session, which is faster.
+        If `command` is given, call start(). Otherwise, let the Session run `script`, which is faster.
         """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))
@@ -171,11 +171,11 @@ class Project:
         return printed
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
-        """Train several runs one after the other in the same ranks. `cases` maps each run's name to its arguments."""
+        """Do several training runs in turn on the same ranks. `cases` maps each run's name to its arguments."""
         self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="session")
 
     def edit(self, file: str, old: str, new: str) -> None:
-        """Replace the text `old` by `new` in a file of the package."""
+        """Replace the text `old` with `new` in a file of the package."""
         path = self.folder / PACKAGE / file
         text, written_at = path.read_text(encoding="utf-8"), path.stat().st_mtime
         assert old in text
@@ -183,7 +183,7 @@ class Project:
         os.utime(path, (written_at + 10, written_at + 10))  # Python keeps what it compiled in the same second
 
     def append(self, file: str, code: str) -> None:
-        """Add `code` to the end of a file of the package. Its functions replace earlier functions of the same name."""
+        """Append `code` to a file of the package. Functions in `code` replace earlier ones of the same name."""
         path = self.folder / PACKAGE / file
         text = path.read_text(encoding="utf-8")
         self.edit(file, text, f"{text}\n\n{code}\n")

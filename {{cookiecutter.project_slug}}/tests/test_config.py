@@ -19,13 +19,13 @@ Refuse = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove complete_config() of your model.py, which may read data that are not on this machine."""
+    """Remove complete_config() from model.py, because it may read data that is not on this machine."""
     monkeypatch.delattr(user_model, "complete_config", raising=False)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Write a config file with the sections `data` and `model` of your config.yaml and no tracker. Return its path."""
+    """Write a config file that has your config.yaml's `data` and `model`, but no tracker. Return its path."""
     file, written = tmp_path / "設定.yaml", yaml.safe_load(CONFIG_YAML.read_text(encoding="utf-8"))
     own = {name: written[name] for name in OWN_SECTIONS if written.get(name)}
     file.write_text(yaml.safe_dump({**own, "logging": {"tracker": "none"}}), encoding="utf-8")

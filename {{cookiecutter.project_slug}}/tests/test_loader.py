@@ -1,4 +1,4 @@
-"""Tests which rank gets which samples. A single process reads the samples of one rank after the other."""
+"""Tests which rank gets which samples. A single process reads the samples of each rank in turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Squares(Dataset[Any]):
-    """Sample i is the pair of i and a random number, which the loader must make equal on all ranks and workers."""
+    """Sample i is (i, a random number). The number must not depend on which rank or worker loads the sample."""
 
     def __len__(self) -> int:
         return 23

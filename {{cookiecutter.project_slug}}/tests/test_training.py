@@ -24,7 +24,7 @@ NUM_SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, MAX_NORM = 103, 16, 2, 0.8
 def reference_run(
     dtype: str, *, is_weighted: bool = False, global_batch_size: int = GLOBAL_BATCH_SIZE
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train by a plain PyTorch loop, which shares only the sample order with the package. Return losses and weights."""
+    """Train with a plain PyTorch loop that shares only the sample order with the package. Return losses and weights."""
     torch.manual_seed(42)
     lengths: dict[str, Any] = {"min_length": 0, "max_length": 9} if is_weighted else {}
     data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0)

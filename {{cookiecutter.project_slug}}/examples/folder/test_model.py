@@ -7,7 +7,7 @@ from template_package.model import ModelConfig, build_model, compute_loss, loss_
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Micro-batches and several devices rely on this. BatchNorm, or class weights without loss_weight(), break it."""
+    """Micro-batches and multi-device runs need this. BatchNorm, or class weights without loss_weight(), break it."""
     torch.manual_seed(0)
     model = build_model(ModelConfig(channels=8, class_names=["a", "b"]))
     batch = Batch(torch.randn(20, 3, 16, 16), torch.arange(20) % 2, torch.rand(20))

@@ -47,7 +47,7 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Micro-batches and several devices rely on this. BatchNorm breaks it.
+    """Micro-batches and multi-device runs need this. BatchNorm breaks it.
 
     If model.py defines loss_weight(), replace 15, 5 and 20 by what it returns for the two parts and the whole batch.
     """

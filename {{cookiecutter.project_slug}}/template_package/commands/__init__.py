@@ -26,7 +26,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass
 class CommandLine:
-    """Holds run.py's parsed arguments. `rest` has arguments that only one command knows, for example `--json`."""
+    """Holds run.py's parsed arguments. `rest` holds those that only one command accepts, for example `--json`."""
 
     config_path: Path
     command: str = "train"
@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
-        If the run exists, evaluate and predict use the config.yaml in the run's folder, except for the settings name,
-        device_ids, launch, loader and evaluation. With --config or under a launcher, they use the config file alone.
+        For an existing run, the commands evaluate and predict use its config.yaml, except for `name`, `device_ids`,
+        `launch`, `loader` and `evaluation`. With --config or under a launcher, they use only the config file.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -63,7 +63,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 @torch.no_grad()
 def _predict_part(strategy: Strategy, loader: EvaluationLoader, size: int) -> dict[int, dict[str, Any]]:
-    """Predict this rank's share of the inputs, `size` inputs at a time. Return {index of an input: its prediction}."""
+    """Compute predictions for this rank's share of the inputs, `size` at a time. Return {input's index: prediction}."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
     for batch, request in loader.read(size):

@@ -174,8 +174,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's fraction of the global batch, counted in samples or (if given)
-        in loss_weight() of model.py. The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
+        The weight is world_size times the micro-batch's share of the global batch, by sample count or, if model.py
+        defines it, by loss_weight(). The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -222,7 +222,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Yield a Request for each micro-batch of this rank's share. Ranks' shares differ by at most one sample."""
+        """Yield a Request for each micro-batch of this rank's share. Shares differ in size by at most one sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
         # since its BatchNorm statistics are the ones that are saved.
@@ -273,7 +273,7 @@ class Fetcher(Dataset[MicroBatch]):
         self._epoch = epoch
 
     def _read(self, request: Request) -> Any:
-        """Read the batch. If the data set used a generator that was not seeded, seed it and read the batch again."""
+        """Read the batch. If the data set used an unseeded random generator, seed it and read the batch again."""
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
@@ -311,7 +311,7 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 class Requests:
-    """A sampler for the DataLoader. Its requests can be replaced, so that the DataLoader can keep its workers."""
+    """A sampler for the DataLoader. Its requests can be replaced without restarting the DataLoader's workers."""
 
     now: Iterable[Request] = ()
 
@@ -348,7 +348,7 @@ class BatchReader:
             )
 
     def read(self, requests: Iterable[Request]) -> Iterator[MicroBatch]:
-        """Return an iterator over the requested micro-batches, in order. It replaces an earlier call's iterator."""
+        """Return an iterator over the requested micro-batches, in order. It is valid until the next call of read()."""
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
@@ -373,7 +373,7 @@ class Movable(Protocol):
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Move to `device` everything in the batch that has a to() method, also inside lists, mappings and dataclasses."""
+    """Move everything that has a to() method to `device`, including items of lists, mappings and dataclasses."""
 
     def move_one(value: Movable) -> Any:
         return value.to(device, non_blocking=device.type == "cuda") if isinstance(value, Tensor) else value.to(device)
@@ -432,7 +432,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states, to compare them later. Python's and NumPy's functions are 20 times slower."""
+    """Return the random generators' states, to compare later. The getters of Python and NumPy are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -1,4 +1,4 @@
-"""Chooses the devices of this node's ranks, as `device_ids` in config.yaml asks, and locks GPUs against other runs.
+"""Chooses this node's devices, as `device_ids` in config.yaml specifies, and locks GPUs against other runs.
 
 On Linux, a GPU's lock is an abstract Unix socket. Only one process can bind the socket's name, and the name is free
 again when that process ends, however it ends. Containers with separate networks do not see each other's locks.
@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs or, without names, `number` free GPUs (0 means all). Return how many GPUs are free, too."""
+    """Lock the `named` GPUs or, if none, `number` free ones (0 means all). Return them and the number of free GPUs."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:

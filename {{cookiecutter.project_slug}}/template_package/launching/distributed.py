@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RankContext:
-    """Describes this process: its rank among all ranks, its local rank among those of its node, and its devices."""
+    """Describes this process: its rank among all ranks, its local rank on its node, and its devices."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +49,7 @@ class RankContext:
 
     @contextmanager
     def local_rank_first(self, task: str) -> Iterator[None]:
-        """Run the `with` block on local rank 0 first, then on the node's other ranks, so a node downloads only once."""
+        """Run the `with` block on local rank 0, then on the node's other ranks, so a node downloads data only once."""
         key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
             self.store.wait([key], timedelta(days=7))  # no collective: NCCL's watchdog would abort a long download
@@ -98,7 +98,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any] | None:
-    """On rank 0, return a list of the ranks' values, in the order of ranks. On the other ranks, return None."""
+    """On rank 0, return a list of the ranks' values, in rank order. On the other ranks, return None."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

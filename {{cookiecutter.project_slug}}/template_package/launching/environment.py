@@ -1,6 +1,6 @@
-"""Finds out which launcher started this rank, from environment variables, and chooses the rank's network interface.
+"""Finds out from environment variables which launcher started this rank, and chooses its network interface.
 
-Launchers are torchrun, deepspeed, accelerate, horovodrun and SLURM's srun. Without one, run.py starts the ranks.
+The launcher may be torchrun, deepspeed, accelerate, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
 """
 
 import os
@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
-    """Return "torchrun" (also for deepspeed and accelerate), "srun", "horovodrun", or None without a launcher."""
+    """Return "torchrun" (also for deepspeed and accelerate), "srun", "horovodrun", or None if no launcher was used."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
     if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the interface `wanted`. If it is None, make gloo use the one that leads to `address`.
 
-    If `wanted` is None, a GLOO_SOCKET_IFNAME that is already set is kept. gloo itself would often choose the loopback.
+    If `wanted` is None, keep a GLOO_SOCKET_IFNAME that is already set. By default, gloo often picks the loopback.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

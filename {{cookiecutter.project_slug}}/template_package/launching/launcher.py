@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """Choose this node's devices, after a wait if necessary. Raise ConfigError if the devices are not available."""
+    """Choose this node's devices, waiting if necessary. Raise ConfigError if the devices are not available."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
@@ -119,7 +119,7 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
     store = context.store.clone()
 
     def fail(text: str, code: int) -> int:
-        """Report why this rank fails, unless another rank failed first and so broke this rank's connection."""
+        """Report why this rank failed, unless another rank failed first and so broke this rank's connection."""
         text = f"error: {text}" if code == 2 else f"{context} failed:\n{text}"
         own = first = json.dumps(processes.Failure(context.rank, code, text)).encode()
         with suppress(dist.DistError):  # rank 0, or its launcher, is gone

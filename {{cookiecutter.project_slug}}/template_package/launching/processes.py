@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
-    A stop signal reaches the ranks through the store. If no rank is READY yet, or at a second Ctrl-C, all are killed.
+    A stop signal reaches the ranks through the store. Before any is READY, or on a second Ctrl-C, all are killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the failure that caused the others, or None. If a rank was killed, others only lost contact with it."""
+    """Return the failure that caused the others, or None. If a rank was killed, the others fail only as a result."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
@@ -143,7 +143,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process at once. In a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
+    """End this process at once. On a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -169,7 +169,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """Raise StopRun with exit code 130 or 143. Once training has begun, StopRequest handles the signals instead."""
+    """Raise StopRun with exit code 130 or 143, for signal `number`. During training, StopRequest handles signals."""
     raise StopRun(128 + number)
 
 

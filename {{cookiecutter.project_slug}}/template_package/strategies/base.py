@@ -91,7 +91,7 @@ class Strategy:
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer and drop the gradients. Return their norm before clipping, or None without clipping."""
+        """Step the optimizer and drop the gradients. Return their norm before clipping, or None without a maximum."""
         self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
@@ -101,7 +101,7 @@ class Strategy:
         return norm
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients to the global norm `max_norm`. Return the norm before clipping (on the device)."""
+        """Clip the gradients to the global norm `max_norm`. Return the norm before clipping, as a device tensor."""
         return clip_grad_norm_(self._parameters, max_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Strategy:
         return nullcontext()
 
     def drop_gathered(self) -> None:
-        """Drop the gathered weights that the last forward pass left. Call this before you change the weights."""
+        """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""
 
     def synchronize_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks before evaluating and saving. BatchNorm's buffers differ between ranks."""

@@ -42,7 +42,7 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Make each block store only its inputs, and repeat its forward in backward (Chen et al. 2016, arXiv:1604.06174).
+    """Store only the blocks' inputs, and rerun each forward in backward (Chen et al. 2016, arXiv:1604.06174).
 
     So BatchNorm updates its running statistics twice per micro-batch. Raise ConfigError if the model has no blocks.
     """
@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's optimizer state on all ranks. torch's function would call step(), which runs the user's hooks."""
+    """Load rank 0's optimizer state on all ranks. torch's version calls step(), which would run the user's hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device, sharded like `like` if it is a DTensor. Other ranks pass a meta tensor."""
+    """Return rank 0's tensor on the device, sharded like `like` if that is a DTensor. Other ranks pass meta tensors."""
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

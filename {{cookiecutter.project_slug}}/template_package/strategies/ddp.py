@@ -21,7 +21,7 @@ class DistributedDataParallelStrategy(Strategy):
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP. In training, DDP then copies rank 0's weights to all ranks."""
+        """Wrap the module in DDP. For a training run, this copies rank 0's weights to all ranks."""
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -42,7 +42,7 @@ class DistributedDataParallelStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step as on one device. Raise torch's error if a gradient is missing: DDP may not have averaged the rest."""
+        """Step as on one device. If a gradient is missing, raise torch's error, since DDP may not have averaged all."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

@@ -67,7 +67,7 @@ class FullyShardedStrategy(Strategy):
         return module
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Clip the gradients to the norm `max_norm`, computed over all ranks. Return the norm before clipping."""
+        """Clip the gradients if their norm over all ranks exceeds `max_norm`. Return the norm before clipping."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
@@ -99,12 +99,12 @@ class FullyShardedStrategy(Strategy):
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit has a weight matrix, and a forward() before which FSDP can gather the weights."""
+    """Return True if the unit has a weight matrix and its own forward(), before which FSDP can gather the weights."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
-    """Return True if the unit has parameters that no other part of `module` shares."""
+    """Return True if the unit has parameters, and no other part of `module` shares any of them."""
     own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 

@@ -1,7 +1,7 @@
 """Shows and records a run while it trains: metrics.jsonl, a progress bar, pictures, trackers and a log for each rank.
 
 A tracker is a file in this folder that defines a class `Tracker`. On rank 0, all that Python prints goes to the console
-and to the log. On other ranks, file descriptors 1 and 2 point to the log, which thus has output of C++ and NCCL, too.
+and to the log. On other ranks, file descriptors 1 and 2 point to the log, so it also has output from C++ and NCCL.
 """
 
 import faulthandler
@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG. `picture` is a PIL image, or uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
+        """Write a PNG. `picture`: a PIL image, or a uint8 or [0, 1] float array, (H, W), (H, W, 3) or (C, H, W)."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -146,7 +146,7 @@ class Tracking:
 
 
 def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> None:
-    """Delete the lines of metrics.jsonl that this run will write again after resuming, and a half-written line."""
+    """Delete any half-written line of metrics.jsonl, and the lines that this run will write again on resuming."""
     kept = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with suppress(ValueError, TypeError, KeyError):  # half a line
@@ -172,7 +172,7 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """Inside this context, logs/rank_<r>.log records what this rank prints and logs, and uncaught exceptions."""
+    """In the `with` block, logs/rank_<r>.log records what this rank prints and logs, and uncaught exceptions."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to a rank's log or to the console, and hides the progress bar meanwhile. `log` gets a copy of the text.
+    """Writes to the console or a rank's log while it hides the progress bar, and copies the text to `log`.
 
     Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
     """

@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0, and return its result on all ranks. Ranks other than 0 get meta tensors as weights."""
+    """Call `read` on rank 0, and return its result on all ranks. On the other ranks, weights are meta tensors."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -114,7 +114,7 @@ def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, attempt: int) -> dict[str, Any]:
-    """Return the state to continue from, or {} for a new run. Raise ConfigError if the config allows neither."""
+    """Return the state to continue from, or {} for a new run. Raise ConfigError if the config forbids both."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # `never` is about files from before the first start
         wanted = "auto"
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write the weights as a safetensors file, with the names of `module`. A tensor with two names is written once."""
+    """Write the weights to a safetensors file, under their names in `module`. Write a tensor with two names once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

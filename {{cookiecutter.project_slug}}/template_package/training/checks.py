@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test forward and backward without changing the model. If is_trial, do not share gradients with other ranks.
 
-    Raise ConfigError if compute_loss makes a mistake, for example if it does not call the model exactly once. Resumed
-    runs would not be exact without this test, since DDP reorders its gradient buckets after the first backward pass.
+    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. This is also the
+    first backward pass, after which DDP reorders its buckets: so resumed runs have the order of uninterrupted ones.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -84,7 +84,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """If micro_batch_size is `auto`, halve it until a step fits in memory. All ranks then use the smallest size."""
+        """If micro_batch_size is `auto`, halve the size until a step fits in memory. All ranks take the smallest."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:

@@ -1,4 +1,4 @@
-"""Evaluates each sample of a data set once, on one of the ranks. Means are exact: ranks add up sums and counts."""
+"""Evaluates each sample of a data set on exactly one rank. Means are exact: ranks add up sums and counts."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        If num_parts is above 0, read only the first micro-batch, in that many parts. If it is 2, skip the metrics.
+        If num_parts is above 0, read only the first micro-batch, split into num_parts parts; 2 also skips the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -127,8 +127,8 @@ class Evaluator:
     def _compute_over_ranks(self) -> dict[str, Any]:
         """Compute the metrics over all ranks and reset them. Return numbers or nested lists by name, on every rank.
 
-        Rank 0 gathers the states of all ranks. If torchmetrics gathered the states itself, ranks would hang if their
-        list states (for example of ROUGEScore) had different lengths, and a rank without samples would give nan.
+        Rank 0 gathers the states of all ranks. If torchmetrics gathered them, list states of different lengths
+        (for example of ROUGEScore) would make ranks hang, and a rank without samples would give nan.
         """
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
@@ -146,7 +146,7 @@ class Evaluator:
 
 
 class EvaluationLoader:
-    """Divides the samples among the ranks, each sample once. All ranks read the same number of micro-batches."""
+    """Gives each sample to exactly one rank. All ranks read the same number of micro-batches."""
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
@@ -162,7 +162,7 @@ class EvaluationLoader:
         self._largest_share = -(-self.num_samples // context.world_size)
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """Read this rank's micro-batches. If num_parts is above 0, read only the first one, in that many parts."""
+        """Read this rank's micro-batches. If num_parts > 0, read only the first one, split into num_parts parts."""
         requests, pieces = [], self._share.tensor_split(-(-self._largest_share // micro_batch_size))
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]

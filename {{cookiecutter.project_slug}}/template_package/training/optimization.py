@@ -14,7 +14,7 @@ from ..strategies.base import Strategy
 
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer with build_optimizer() of model.py or, if model.py has no such function, of this file."""
+    """Build the optimizer with model.py's build_optimizer() or, if it has none, with the one in this file."""
     built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
     return Optimizers(built) if isinstance(built, list | tuple) else built
 

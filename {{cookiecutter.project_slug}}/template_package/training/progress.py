@@ -28,7 +28,7 @@ class Progress:
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
     def count_step(self) -> None:
-        """Count one more optimizer step. The last global batch of an epoch may be smaller than the others."""
+        """Count one more optimizer step and its samples. An epoch's last global batch may be smaller than others."""
         self.step += 1
         self.position += self.global_batch_size
         if self.position >= self.num_samples:
@@ -40,7 +40,7 @@ class Progress:
 
     @property
     def current_epoch(self) -> int:
-        """Return the epoch of the last step, counted from 1."""
+        """Return the epoch of the most recent step. Epochs count from 1."""
         return self.epoch if self.is_epoch_end else self.epoch + 1
 
     @property
@@ -49,7 +49,7 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if `section` asks for an evaluation or checkpoint now or, if at_end is True, at any time."""
+        """Return True if `section` asks for an evaluation or checkpoint now. At the end, any that is enabled is due."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
@@ -87,7 +87,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert another run's state. Keep the position in the data, and recount steps for this run's batch size."""
+        """Convert another run's state. Keep the position in the data, and count its steps in this run's batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0

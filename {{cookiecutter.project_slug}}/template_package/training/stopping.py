@@ -29,12 +29,12 @@ POLL_SECONDS = 0.2
 _num_beats = 0
 
 
-class Interrupted(Exception):  # noqa: N818 - no error
+class Interrupted(Exception):  # noqa: N818 - not an error
     """Raised during an evaluation when the run is asked to stop. The next start repeats the evaluation."""
 
 
 def beat() -> None:
-    """Tell hang_watch() that this rank makes progress. Call it before each step, evaluation batch and save."""
+    """Tell hang_watch() that this rank is making progress. Call it before each step, evaluation batch and save."""
     global _num_beats  # noqa: PLW0603 - one process is one rank
     _num_beats += 1
 
@@ -65,7 +65,7 @@ class StopRequest:
             raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
-        """Return False if the run must end before this step or batch. All ranks get the same answer."""
+        """Return False if the run must end before the next step or batch. All ranks get the same answer."""
         beat()
         if self._context.world_size == 1:  # a single rank decides alone
             self.signal_number = self._received
@@ -99,7 +99,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """Inside this context, end all ranks if this one makes no progress for launch.timeout_minutes. Log stack traces."""
+    """Inside this context, log stack traces and end all ranks if this rank is stuck for launch.timeout_minutes."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Runs the tests' commands one after the other in one process. Its fork server stays up, so ranks start in a second.
+"""Runs the tests' commands in turn, in one process. Its fork server stays up, so ranks start within a second.
 
 `python session.py FD` reads one command per line from stdin, as a JSON object with the keys folder, script and words.
 It writes the exit code of each command to file descriptor FD, and the output of commands and ranks to stdout.
@@ -35,7 +35,7 @@ def run(folder: str, script: str, words: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Train several runs in the same ranks, because starting ranks takes time. Return the exit code.
+    """Do several training runs in the same ranks, because starting ranks takes time. Return the exit code.
 
     arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
     """

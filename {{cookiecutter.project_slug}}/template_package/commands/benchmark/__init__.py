@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures the training speed of your model under each strategy, in 16 bits, and compiled.
+"""`python run.py benchmark`: measures your model's training speed under each strategy, in 16-bit mode, and compiled.
 
 It starts ordinary training runs of a few steps, and reads its figures from the files that these runs write.
 """
@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """One way to train. `runs` holds the figures of each finished run. If a run has failed, `reason` says why."""
+    """A row of the table: one way to train. `runs` holds the figures of finished runs, `reason` why a run failed."""
 
     name: str
     arguments: list[str]  # key=value
@@ -83,7 +83,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 
 def main(line: CommandLine) -> int:
-    """Run the benchmark and print the table. Return 0, or 1 if no row ran, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the benchmark and print the table. Return 0, 1 if every row failed, 130 on Ctrl-C, or 143 on SIGTERM."""
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
@@ -120,7 +120,7 @@ def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: 
 
 
 def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
-    """Train once and add the figures to row.runs. If training fails, set row.reason to the cause and the log's name."""
+    """Train once and add the measurements to row.runs. On failure, set row.reason to the cause and the log's name."""
     directory, log = folder / "run", folder / f"{re.sub('[, ]+', '-', row.name)}.log"
     shutil.rmtree(directory, ignore_errors=True)
     with start_run([*arguments, *row.arguments], folder, log) as process:
@@ -136,7 +136,7 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
 
 
 def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `python run.py` with runs in `folder` and output in `log`. On Linux, the child ends with this process."""
+    """Start `python run.py` with its runs in `folder` and its output in `log`. On Linux, it dies with this process."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],
@@ -159,7 +159,7 @@ def read_run(directory: Path) -> dict[str, Any]:
 
 
 def find_reason(log: Path, exit_code: int) -> str:
-    """Return the line of a failed run's log that tells the cause: an error message or, failing that, the last line."""
+    """Return the line of a failed run's log that gives the cause: an error message or, failing that, the last line."""
     output = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
     return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: medians over the runs, the command, and the speed-up over the first row.
 
-    `is_loss_wrong` is true if the loss is NaN, or fell less than about half as far as in the first row.
+    `is_loss_wrong` is true if the loss is NaN, or fell by less than about half of the first row's drop.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []

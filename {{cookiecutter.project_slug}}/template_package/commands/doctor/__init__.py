@@ -1,4 +1,4 @@
-"""`python run.py doctor`: checks what would make runs fail on this machine, and shows remedies. --json prints JSON.
+"""`python run.py doctor`: finds what would make runs fail on this machine, with remedies. --json prints JSON.
 
 The checks run in a child process, because a check may hang: the parent process waits no longer than SECONDS. Only
 the check functions import torch, model.py and dataset.py, because these imports may fail.
@@ -125,7 +125,7 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check the free space in /dev/shm, which loader workers need for batches, and NCCL for data between some GPUs."""
+    """Check the free space in /dev/shm. Loader workers use it for batches, and NCCL uses it between some GPUs."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
@@ -195,7 +195,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gloo(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce between two CPU ranks over gloo. GPU ranks need gloo, too, to exchange Python objects."""
+    """Run an all-reduce between two CPU ranks over gloo. GPU ranks also need gloo, to exchange Python objects."""
     if machine.config is not None:
         launch = replace(machine.config.launch, backend="gloo")
         yield _all_reduce("gloo", ["cpu", "cpu"], replace(machine.config, launch=launch))
@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """Sum up ones over all ranks. Raise ArithmeticError if the sum is wrong: an IOMMU may break copies between GPUs."""
+    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong: an IOMMU may break copies between GPUs."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context

@@ -41,7 +41,7 @@ DRAWING: Any = {
 
 
 def main(line: CommandLine) -> int:
-    """Write a report on the runs that the command names. Without names, take the run of the config. Return 0."""
+    """Write a report on the runs that the command names or, without names, on the config's run. Return 0."""
     folders = [run_directory(name) for name in line.rest or [line.load_config().name]]
     path = (folders[0] if len(folders) == 1 else run_directory("")) / "report.html"
     write_report([run for folder in folders for run in find_runs(folder)], path)
@@ -111,7 +111,7 @@ def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def class_table(path: Path) -> str:
-    """Return a file of reports/ as text for the console, with the scores of each class and the confusion matrix."""
+    """Return a file from reports/ as text for the console: the scores of each class and the confusion matrix."""
     report = read_json(path)
     lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
     for row in rows:
@@ -137,7 +137,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Group runs that differ only in the seed. Return mean, standard deviation and size of each group, best first."""
+    """Group runs that differ only in the seed. Return each group's mean, standard deviation and size, best first."""
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:

@@ -1,4 +1,4 @@
-"""`python run.py sweep FILE`: trains many runs, several at once if possible. The same command continues the sweep.
+"""`python run.py sweep FILE`: does many training runs, in parallel if possible. Rerun it to resume the sweep.
 
 Each run is a child process `python run.py …` that writes to runs/<sweep>/. Like any run, it waits for free GPUs, locks
 them, and resumes. If the sweep is stopped, its runs stop, too. The next start reads sweep.json and the runs' files.
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna, return random settings, to check the keys."""
+        """Return each run's settings, without duplicates. For optuna, return random ones, only used to check keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
@@ -110,7 +110,7 @@ class Sweep(BaseModel, extra="forbid"):
 
 
 def draw(way: Range | list[Any], generator: random.Random) -> Any:
-    """Draw a value from a list or a range. A float is rounded to 4 significant digits, which are easy to type."""
+    """Draw a value from a list or a range. Round a float to 4 significant digits, so that it is easy to type."""
     if isinstance(way, list):
         return generator.choice(way)
     low, high = (math.log(way.low), math.log(way.high)) if way.log else (way.low, way.high)
