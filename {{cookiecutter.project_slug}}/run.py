@@ -35,7 +35,7 @@ def run_fn(rank: int, world_size: int, config: "Config") -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 for success, 1 for a failure, 2 for a user error, 130 for Ctrl-C, 143 for SIGTERM."""
+    """Run the command. Return 0 if done, 1 or 75 if it failed, 2 for a user error, 130 for Ctrl-C, 143 for SIGTERM."""
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # it has no Unix signals, locks and sockets

@@ -87,7 +87,7 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML, but leave numbers and booleans as text. Raise ConfigError, which names `source`, if that fails."""
+    """Parse YAML, but leave numbers and booleans as text. Raise ConfigError if that fails or a key is set twice."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:

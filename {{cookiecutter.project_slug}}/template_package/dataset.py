@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Digits(Dataset[Batch]):
-    """Holds the images in memory, and shifts them at random. `images` is (N, 8, 8), with values from 0 to 16."""
+    """Holds images, and shifts each with `shift_probability`. `images` is (N, 8, 8), with values from 0 to 16."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability

@@ -207,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, indices) for each global batch, beginning at `position` of `epoch`, without end."""
+        """Yield (epoch, part of its order) for each global batch, beginning at `position` of `epoch`, without end."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -402,7 +402,7 @@ def derive_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """Return the states of all random generators (CPU and `devices`). torch.load(weights_only=True) can load them."""
+    """Return the random states of the CPU and of CUDA `devices`. torch.load(weights_only=True) can load them."""
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),
@@ -442,7 +442,7 @@ def raw_states() -> dict[str, Any]:
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """When this context ends, set the random generators of the CPU and of `devices` back to their former states."""
+    """When this context ends, restore the random generators of the CPU and of CUDA `devices`."""
     states = get_random_states(*devices)
     try:
         yield

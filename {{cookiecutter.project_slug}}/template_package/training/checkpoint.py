@@ -29,7 +29,7 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""Sections and keys of the config that must not change when a run continues. All other keys may change."""
+"""Config keys that must not change when a run continues, except fields with metadata decisive=False. Others may."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint and delete all but the last `keep_last`. If is_best, write best.pt and delete nothing."""
+        """Write a checkpoint, and delete older ones beyond the last `keep_last`. If is_best, write only best.pt."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -101,7 +101,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0, and return its result on all ranks. On the other ranks, weights are meta tensors."""
+    """Call `read` on rank 0, and return its result. Other ranks get meta tensors as weights and optimizer state."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -114,7 +114,7 @@ def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, attempt: int) -> dict[str, Any]:
-    """Return the state to continue from, or {} for a new run. Raise ConfigError if the config forbids both."""
+    """Return the state to continue from, or {} for a new run. Raise ConfigError if neither is possible."""
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder.parent
     if wanted == "never" and attempt > 0:  # `never` is about files from before the first start
         wanted = "auto"
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed the random generators. Raise ConfigError if model or data has changed."""
+    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if shapes or sample counts differ."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

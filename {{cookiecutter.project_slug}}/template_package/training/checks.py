@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test forward and backward without changing the model. If is_trial, do not share gradients with other ranks.
+    """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. This is also the
     first backward pass, after which DDP reorders its buckets: so resumed runs have the order of uninterrupted ones.

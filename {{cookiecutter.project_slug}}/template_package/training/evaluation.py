@@ -1,4 +1,4 @@
-"""Evaluates each sample of a data set on exactly one rank. Means are exact: ranks add up sums and counts."""
+"""Evaluates samples of a data set, each on exactly one rank. Means are exact: ranks add up sums and counts."""
 
 import logging
 import math
@@ -146,7 +146,7 @@ class Evaluator:
 
 
 class EvaluationLoader:
-    """Gives each sample to exactly one rank. All ranks read the same number of micro-batches."""
+    """Gives each evaluated sample to exactly one rank. All ranks read the same number of micro-batches."""
 
     def __init__(
         self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None

@@ -59,7 +59,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 class WeightAverage:
     """Keeps an exponential moving average of the weights (EMA, as in torch.optim.swa_utils), for evaluation and export.
 
-    Each rank averages its own part of the weights. Buffers, such as BatchNorm statistics, are not averaged.
+    Each rank averages the weights or shards that it holds. Buffers, such as BatchNorm statistics, are not averaged.
     """
 
     def __init__(self, strategy: Strategy, decay: float) -> None:
