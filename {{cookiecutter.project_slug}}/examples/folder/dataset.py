@@ -127,7 +127,7 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Images, list[str]]:
 
 
 def find_splits(config: DataConfig) -> dict[str, list[Path]]:
-    """Return the class folders of each split. Without train/, the class folders in data.folder are all for training."""
+    """Return the class folders of each split. Without train/, the split "train" has all folders in data.folder."""
     folder = ROOT / config.folder
     if config.folder == DIGITS and not folder.exists():  # build_datasets() makes it
         return {"train": [folder / digit for digit in "0123456789"]}

@@ -89,7 +89,7 @@ def read_tokens(name: str) -> Tokens:
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str]]:
-    """Return tokens and texts of the prompts for `run.py predict SOURCE`. SOURCE is a prompt, or a file of prompts."""
+    """Return tokens and texts of the prompts for `run.py predict SOURCE`. A file SOURCE has one prompt per line."""
     is_file = os.path.isfile(source)  # Path raises for a name that is too long
     text = Path(source).read_bytes() if is_file else os.fsencode(source)
     texts = text.decode(errors="replace").splitlines() or [""]

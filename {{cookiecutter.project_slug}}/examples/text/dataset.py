@@ -31,7 +31,7 @@ class DataConfig:
     """The keys under `data:` in config.yaml. If this class raises a ValueError, the user sees a one-line error."""
 
     train_file: str = field(default="sentences.json", metadata={"decisive": False})
-    """A file of texts and labels. Relative paths start in the folder of run.py. A resumed run may use another file."""
+    """A file of texts and labels. Relative paths start in the folder of run.py. A resumed run may use a new path."""
     validation_file: str | None = field(default=None, metadata={"decisive": False})
     """If None, the rows of train_file that are not used for training are used for validation."""
     test_file: str | None = field(default=None, metadata={"decisive": False})
@@ -65,7 +65,7 @@ class DataConfig:
 
 
 def require_transformers(key: str, name: str | None) -> None:
-    """Raise ValueError if the config key `key` names a Hugging Face model, but transformers is not installed."""
+    """Raise ValueError if the config key `key` names a model or tokenizer, but transformers is not installed."""
     if name is not None and find_spec("transformers") is None:
         command = "pip install -c constraints.txt -e '.[transformers]'"
         raise ValueError(f"{key}={name}: transformers is not installed. Run {command}")

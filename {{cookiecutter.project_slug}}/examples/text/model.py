@@ -63,7 +63,7 @@ class ModelConfig:
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
-    """Replace zeros in `model` by values from `data`, and an empty data.tokenizer by model.pretrained."""
+    """If num_classes, vocabulary_size or max_length is 0, take it from `data`. Set data.tokenizer if it is None."""
     data.tokenizer = data.tokenizer or model.pretrained
     model.num_classes = model.num_classes or len(data.label_names)
     model.vocabulary_size = model.vocabulary_size or data.vocabulary_size
@@ -133,7 +133,7 @@ class SentenceEncoder(nn.Module):
 
 
 class Pretrained(nn.Module):
-    """Wraps a Hugging Face model, which maps (B, L, 1) token ids and a (B, L) mask to (B, 1, num_classes) logits."""
+    """Wraps a Hugging Face model. Maps (B, L, 1) token ids and a (B, L) mask to (B, 1, num_classes) logits."""
 
     def __init__(self, name: str, num_classes: int) -> None:
         super().__init__()

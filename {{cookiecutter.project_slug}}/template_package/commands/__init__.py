@@ -26,7 +26,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 @dataclass
 class CommandLine:
-    """Holds run.py's parsed arguments. `rest` holds those that only one command accepts, for example `--json`."""
+    """Holds run.py's parsed arguments. `rest` holds those that the command itself reads, for example `--json`."""
 
     config_path: Path
     command: str = "train"
@@ -38,7 +38,7 @@ class CommandLine:
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
         For an existing run, the commands evaluate and predict use its config.yaml, except for `name`, `device_ids`,
-        `launch`, `loader` and `evaluation`. With --config or under a launcher, they use only the config file.
+        `launch`, `loader` and `evaluation`. With --config or under a launcher, they ignore the run's config.yaml.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
@@ -65,7 +65,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
-    """Parse the arguments. Raise ConfigError if the command does not exist, and SystemExit(0) after --help."""
+    """Parse the arguments. Raise ConfigError for an unknown command or argument, and SystemExit(0) after --help."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
     about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
     parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)

@@ -130,7 +130,7 @@ class Strategy:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Load a state dict that get_weights() returned. All ranks must call this. Only rank 0's values are used."""
+        """Load rank 0's weights. All ranks must call this. The other ranks pass meta tensors of the same shapes."""
         for name, tensor in self.module.state_dict().items():
             tensor.copy_(receive(weights[name], self.context, tensor))
 

@@ -102,7 +102,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Update the weights and clear the gradients. Return the gradients' norm, or None if max_gradient_norm is None.
 
-        In stage 0, the base class does this. Raise FailureError if gradients are not finite, except with fp16.
+        In stages 1 to 3, raise FailureError if gradients are not finite, except with fp16. Stage 0 does not check.
         """
         if self._stage == 0:
             return super().optimizer_step(max_gradient_norm)

@@ -8,7 +8,7 @@ from ..launching.distributed import RankContext
 
 
 def launch_variables(context: RankContext) -> dict[str, str]:
-    """Return the variables that torchrun would set for this rank. LOCAL_RANK tells libraries which GPU to use."""
+    """Return torchrun's variables for this rank. LOCAL_RANK is the index of the rank's GPU, if it has one."""
     return {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),

@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG. `picture`: a PIL image, or a uint8 or [0, 1] float array, (H, W), (H, W, 3) or (C, H, W)."""
+        """Write a PNG of a PIL image, tensor or array: uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -91,7 +91,7 @@ class Tracking:
             self._call_trackers("start", directory, to_dict(config), step)
 
     def record(self, values: Mapping[str, Any], *, is_epoch_end: bool = False) -> None:
-        """Write `values`, for example split, step and loss, to metrics.jsonl, to the trackers and to the console."""
+        """Write `values`, which include `split` and `step`, to metrics.jsonl, to the trackers and to the console."""
         if not self._is_main:
             return
         try:

@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """Return the ways to train on these devices. The first row, with one device, is the baseline of all speed-ups."""
+    """Return the ways to train on these devices. The first row, with one device, is meant as the baseline."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -166,7 +166,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return the results of each row that ran: medians over the runs, the command, and the speed-up over the first row.
+    """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
 
     `is_loss_wrong` is true if the loss is NaN, or fell by less than about half of the first row's drop.
     `typed` holds the arguments that the user typed.

@@ -35,7 +35,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 class Finding(NamedTuple):
-    """The result of one check. Status "warning" means that runs may still work; "broken" means that runs will fail."""
+    """One result of a check. Status "warning" means that runs may still work; "broken" means that runs will fail."""
 
     check: str
     status: str
