@@ -1,4 +1,4 @@
-"""Declares the section `benchmark:` of config.yaml."""
+"""Declares the `benchmark:` section of config.yaml."""
 
 from dataclasses import dataclass
 from typing import Annotated

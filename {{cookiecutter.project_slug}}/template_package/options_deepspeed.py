@@ -1,4 +1,4 @@
-"""Declares the section `deepspeed:` of config.yaml."""
+"""Declares the `deepspeed:` section of config.yaml."""
 
 import json
 from contextlib import suppress

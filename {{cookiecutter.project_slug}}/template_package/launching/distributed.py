@@ -64,7 +64,7 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
-    """Return this process's context, which launch() has set. The arguments must be its rank and world_size."""
+    """Return the RankContext that launch() made for this process. Fail if the arguments contradict that context."""
     assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
     return current
 

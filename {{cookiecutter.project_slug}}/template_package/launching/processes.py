@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the failure that caused the others, or None. If a rank was killed, the others fail only as a result."""
+    """Return the failure of the rank that failed first, or None if none failed. A killed rank counts as the first."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:

@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Call the method `action` of each tracker; "start" creates the trackers. Drop trackers that fail, and warn."""
+        """Call each tracker's method `action`, or create the trackers ("start"). Drop trackers that fail, and warn."""
         for name in list(self._trackers):
             try:
                 if action == "start":

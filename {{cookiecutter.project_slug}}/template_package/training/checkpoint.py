@@ -49,7 +49,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint, and delete older ones beyond the last `keep_last`. If is_best, write only best.pt."""
+        """Write a checkpoint, and delete older ones beyond the last `keep_last`. If is_best, write best.pt instead."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.

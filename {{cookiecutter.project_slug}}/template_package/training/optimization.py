@@ -20,7 +20,7 @@ def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 class Optimizers(Optimizer):
-    """Makes several optimizers look like one optimizer, with all parameter groups and a single state."""
+    """Makes several optimizers look like one optimizer, with all their parameter groups and a single state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.
