@@ -245,7 +245,6 @@ def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
 
 
 def default_of(item: Any) -> Any:
-    """Return the default value of a dataclass field, or MISSING if the field has no default."""
     return item.default_factory() if callable(item.default_factory) else item.default
 
 

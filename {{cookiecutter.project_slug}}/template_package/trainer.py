@@ -1,6 +1,6 @@
 """The training loop, with the methods fit, train_step, evaluate, save and resume. You may edit this file.
 
-data/loader.py decides which samples each rank sees. strategies/ has a module for each strategy, for example `ddp`.
+data/loader.py decides which samples each rank sees. strategies/ has a module for each way to share gradients.
 training/ has the trainer's helpers, for example for checkpoints, evaluation, and stopping all ranks together.
 """
 
@@ -61,7 +61,8 @@ class Trainer:
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
-        self.average = WeightAverage(self.strategy, training.ema_decay) if training.ema_decay else None
+        ema, total_steps = training.ema_decay, self.total_steps
+        self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)
 
     @property

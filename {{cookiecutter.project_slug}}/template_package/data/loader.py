@@ -1,8 +1,7 @@
 """Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
 
-An epoch's shuffled samples are cut into global batches, a global batch into one share per rank, and a share into
-micro-batches. All of this is computed from the seed, the epoch and the position in the epoch. So a run can resume in
-the middle of an epoch, on any number of ranks, without reading the samples before that position again.
+An epoch's shuffled samples are cut into global batches, a global batch into one share per rank, and a share into micro-
+batches. All of this is computed from seed, epoch and position. So a run can resume anywhere, on any number of ranks.
 """
 
 import ctypes

@@ -85,7 +85,6 @@ def serve_local_store() -> dist.TCPStore:
 
 
 def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
-    """Start all ranks, wait until they have ended, and return the exit code."""
     if len(contexts) == 1:
         with processes.stop_signals_call(processes.raise_stop):
             return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)

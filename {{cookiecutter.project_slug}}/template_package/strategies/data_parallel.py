@@ -1,7 +1,6 @@
-"""Trains with nn.DataParallel: one process drives several GPUs. Each forward pass copies the model to all of them.
+"""Trains with nn.DataParallel: one process drives several GPUs, so strategy=ddp is faster.
 
-One Python interpreter serves all GPUs, so strategy=ddp is faster. The model's inputs are split along their first
-dimension, and the outputs are joined on the first GPU, so compute_loss sees the outputs of the whole micro-batch.
+Each forward pass copies the model to all GPUs, splits its inputs along their first dimension, and joins the outputs.
 """
 
 from collections.abc import Sequence

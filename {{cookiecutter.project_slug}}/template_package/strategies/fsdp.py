@@ -1,9 +1,8 @@
 """Fully sharded data parallelism (FSDP2): each rank keeps a part of every weight, gradient and optimizer state.
 
-A block's weights are gathered before its forward and backward passes and dropped after them. With more ranks, each
-rank needs less memory, but ranks communicate more than under DDP (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et
-al. 2023, arXiv:2304.11277). With training.precision=bf16 or fp16, all weights except those of norm layers are gathered
-in 16 bits, which saves memory. Gradients are averaged over ranks after every micro-batch, instead of once per step.
+A block's weights are gathered before its forward and backward passes and dropped after them (Rajbhandari et al. 2020,
+arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277). With training.precision=bf16 or fp16, they are gathered in 16
+bits, except those of norm layers. Gradients are averaged over ranks after every micro-batch, not once per step.
 """
 
 import logging

@@ -211,7 +211,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
     """Raise ConfigError if the names or shapes of `weights` differ from `shapes`. The message lists the differences."""
     found = {name: tensor.shape for name, tensor in weights.items()}
     if names := [name for name in shapes | found if found.get(name) != shapes.get(name)]:
-        lines = [f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model" for name in names[:20]]
+        lines = [f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model" for name in names[:5]]
         remedy = "Change model.* or model.py, or choose another file or name=…"
         raise ConfigError(f"{source}: does not fit the model in {len(names)} tensors: {'; '.join(lines)}. {remedy}")
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,10 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     with generators_restored(*context.devices), strategy.accumulate(is_last_micro_batch=not is_trial):
         try:
             with strategy.autocast():
-                loss, outputs = user_model.compute_loss(strategy.model, micro_batch.batch)
+                returned: Any = user_model.compute_loss(strategy.model, micro_batch.batch)
+            if not isinstance(returned, tuple | list) or len(returned) != 2:
+                raise ConfigError("compute_loss in model.py must return two values: the loss, and the model's outputs.")
+            loss, outputs = returned
             if len(calls) != 1:
                 rule = "its wrapper shares the gradients, so call it once, and no part of it such as model.module"
                 raise ConfigError(f"compute_loss in model.py called model(...) {len(calls)} times: {rule}.")

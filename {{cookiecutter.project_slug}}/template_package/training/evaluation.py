@@ -125,11 +125,8 @@ class Evaluator:
         return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
-        """Compute the metrics over all ranks and reset them. Return numbers or nested lists by name, on every rank.
-
-        Rank 0 gathers the states of all ranks. If torchmetrics gathered them, list states of different lengths
-        (for example of ROUGEScore) would make ranks hang, and a rank without samples would give nan.
-        """
+        """Compute the metrics over all ranks and reset them. Return numbers or nested lists by name, on every rank."""
+        # If torchmetrics gathered them, lists of different lengths (as of ROUGEScore) would make ranks hang.
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
             for metric, parts in zip(self._parts, zip(*map(unpack, states), strict=True), strict=True):

@@ -1,5 +1,6 @@
 """Builds the optimizer, and keeps an exponential moving average (EMA) of the weights."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,18 @@ from .. import model as user_model
 from ..config import OptimizerConfig
 from ..strategies.base import Strategy
 
+logger = logging.getLogger(__name__)
+
 
 def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Build the optimizer with model.py's build_optimizer() or, if it has none, with the one in this file."""
     built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
-    return Optimizers(built) if isinstance(built, list | tuple) else built
+    optimizer = Optimizers(built) if isinstance(built, list | tuple) else built
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
+        remedy = "Add them in build_optimizer(), or freeze them (requires_grad_(False))."
+        logger.warning("warning: no optimizer has these parameters, so they never change: %s. %s", missing[:5], remedy)
+    return optimizer
 
 
 class Optimizers(Optimizer):
@@ -36,11 +44,7 @@ class Optimizers(Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Build AdamW, Adam or SGD for all parameters that require gradients.
-
-    Parameters with fewer than two dimensions, such as biases and normalization weights, get no weight decay.
-    In Adam, weight decay is an L2 penalty. In AdamW, it is decoupled (Loshchilov and Hutter 2019, arXiv:1711.05101).
-    """
+    """Build AdamW, Adam or SGD. Parameters with fewer than two dimensions (biases, norms) get no weight decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -52,17 +56,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     beta1, beta2 = config.betas  # beta1 is SGD's momentum
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam  # AdamW decouples decay, arXiv:1711.05101
     return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
 
 
 class WeightAverage:
-    """Keeps an exponential moving average of the weights (EMA, as in torch.optim.swa_utils), for evaluation and export.
+    """Keeps an exponential moving average of the weights, as torch.optim.swa_utils does. Buffers are not averaged."""
 
-    Each rank averages the weights or shards that it holds. Buffers, such as BatchNorm statistics, are not averaged.
-    """
-
-    def __init__(self, strategy: Strategy, decay: float) -> None:
+    def __init__(self, strategy: Strategy, decay: float, total_steps: int) -> None:
+        if (share := decay**total_steps) > 0.01:
+            message = "warning: with training.ema_decay=%g, %d steps leave %.0f%% of the first weights in the average"
+            logger.warning(message, decay, total_steps, 100 * share)
         self._strategy = strategy
         self._weights = strategy.local_weights()  # they share memory with the model
         self._average = [weight.clone() for weight in self._weights]

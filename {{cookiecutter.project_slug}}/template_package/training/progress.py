@@ -45,7 +45,6 @@ class Progress:
 
     @property
     def num_samples_seen(self) -> int:
-        """Return the number of training samples seen since step 1, over all ranks."""
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:

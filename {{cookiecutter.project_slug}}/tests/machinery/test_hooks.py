@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -267,6 +268,25 @@ def build_optimizer(model: nn.Module, config: Any) -> list[torch.optim.Optimizer
     assert project.lines("again") == project.lines("on2")
     groups = project.checkpoint("on2", 21)["optimizer"]["param_groups"]
     assert [len(group["params"]) for group in groups] == [3, 3] and "ns_steps" in groups[0] and "betas" in groups[1]
+
+
+def test_untrained_parameters_and_an_average_of_too_many_steps_are_warned_of(project: Project) -> None:
+    project.append(
+        "model.py",
+        """
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.ndim == 2], lr=config.learning_rate)
+""",
+    )
+    output = project.run("device_ids=cpu,cpu", "training.ema_decay=0.999")
+    warning = next(line for line in output.splitlines() if "no optimizer has these parameters" in line)
+    names = sorted(re.findall(r"'([\w.]+)'", warning))
+    state = project.checkpoint("run", 21)
+    assert names == sorted(name for name, weight in state["model"].items() if weight.ndim < 2) and len(names) == 3
+    assert "with training.ema_decay=0.999, 21 steps leave 98% of the first weights in the average" in output
+    project.append("model.py", "del build_optimizer\n")
+    output = project.run("device_ids=cpu,cpu", "training.ema_decay=0.8", "name=quiet")
+    assert "no optimizer has" not in output and "of the first weights" not in output
 
 
 def test_plateau_lowers_the_rate_and_resumes(project: Project) -> None:

@@ -52,6 +52,14 @@ def test_model_is_built_once_a_rank(project: Project) -> None:
         assert log.count("a model is built") == 1
 
 
+def test_compute_loss_that_returns_the_loss_alone_is_refused(project: Project) -> None:
+    project.append(
+        "model.py", "pair = compute_loss\ndef compute_loss(*arguments: Any) -> Any: return pair(*arguments)[0]\n"
+    )
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert "must return two values: the loss, and the model's outputs" in output and "Traceback" not in output
+
+
 def test_loss_that_goes_around_the_model_is_refused(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", "model.fault=bypass", code=2)
     assert "called model(...) 0 times" in output and "model.module" in output and "Traceback" not in output

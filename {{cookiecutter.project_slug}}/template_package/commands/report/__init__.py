@@ -53,7 +53,8 @@ def find_runs(folder: Path) -> list[Path]:
     """If `folder` is a run, return [folder]. If it is a sweep, return its runs. If it is neither, raise ConfigError."""
     runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
     if not runs:
-        there = ", ".join(sorted(path.name for path in run_directory("").glob("*/"))) or "none so far"
+        paths = [path.relative_to(run_directory("")) for path in run_directory("").glob("**/metrics.jsonl")]
+        there = ", ".join(sorted({path.parts[0] for path in paths})) or "none so far"
         raise ConfigError(f"{folder}: holds no run. Name one or more of: {there}.")
     return sorted(runs)
 
