@@ -63,7 +63,7 @@ def test_report_of_a_real_run_holds_its_numbers(project: Project) -> None:
     project.run("name=a", "training.epochs=2", "logging.report=true")
     project.run("name=b", "training.epochs=1", "seed=7")
     project.run("name=b", "training.epochs=2", "seed=7", "logging.report=true")
-    assert "Resumed 1 times (after step 7), asked to stop 0 times" in Page(project.directory("b") / "report.html").text
+    assert "Resumed 1 time (after step 7), asked to stop 0 times." in Page(project.directory("b") / "report.html").text
     assert "Resumed 0 times" in Page(project.directory("a") / "report.html").text
     printed = project.run("report", "a")
     assert printed.strip() == "runs/a/report.html"
