@@ -111,7 +111,7 @@ def test_real_names_of_a_classwise_metric_are_accepted(project: Project) -> None
 
 
 def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: Project) -> None:
-    """Of 103 samples, batches of 100 leave 3 (2 and 1 per rank); batches of 96 leave 7 (in parts of 2, 2, 2 and 1)."""
+    """There are 103 samples. Batches of 100 leave 3 (2 and 1 per rank), and batches of 96 leave 7 (2, 2, 2 and 1)."""
     project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
     words = ("device_ids=cpu,cpu", "training.global_batch_size=100", "training.epochs=1")
     output = project.run(*words, code=2)
