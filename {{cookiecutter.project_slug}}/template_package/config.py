@@ -24,7 +24,7 @@ from .model import ModelConfig
 def parse_device_ids(value: object) -> str | list[int | str]:
     """Return `auto`, `auto:N`, or a list with one device per rank, for example [0, 2] for two GPUs, or ["cpu", "cpu"].
 
-    `value` is, for example, 0, "0,2", [0, 2] or "cpu". Raise ValueError if it has any other form.
+    `value` is such a result, or text such as "0,2" or "cpu". Raise ValueError if it names no devices.
     """
     entries = value if isinstance(value, list) else str(value).split(",")
     text = ",".join(str(entry).strip() for entry in entries).replace("，", ",")  # noqa: RUF001 - of a Chinese keyboard

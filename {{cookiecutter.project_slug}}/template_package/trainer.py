@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return this rank's figures and the gradients' norm
-        before clipping. The ranks' mean figures are the global batch's loss and, if is_logged, training metrics.
+        before clipping. Averaged over ranks, the figures are the global loss and, if is_logged, training metrics.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -152,7 +152,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """After a step, log, save a checkpoint and compare replicas, each if due. Note whether an evaluation is due."""
+        """Log, save a checkpoint and compare replicas after a step, each if due. Note if an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)
@@ -212,7 +212,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Call on_epoch_begin() for each epoch that has begun. Then load the checkpoint to continue from, if any."""
+        """Continue from a checkpoint, if any. Before that, call on_epoch_begin() again for the epochs begun so far."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)

@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return a step's largest micro-batch, or its smallest (choose=min), for a dry run. Call start() afterwards."""
+        """Return a step's largest (choose=min: smallest) micro-batch, for a dry run. start() must be called next."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.

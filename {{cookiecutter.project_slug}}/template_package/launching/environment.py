@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the interface `wanted`. If it is None, make gloo use the one that leads to `address`.
 
-    If `wanted` is None, keep a GLOO_SOCKET_IFNAME that is already set, or use the loopback if all ranks are here.
+    Exceptions for None: keep a GLOO_SOCKET_IFNAME that is already set, or use the loopback if all ranks are here.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

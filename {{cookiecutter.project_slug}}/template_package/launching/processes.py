@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
-    A stop signal reaches the ranks through the store. Before any is READY, or on a second Ctrl-C, all are killed.
+    A stop signal reaches the ranks through the store. If none is READY yet, or on a second Ctrl-C, all are killed.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)

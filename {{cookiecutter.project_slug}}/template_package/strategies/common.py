@@ -56,7 +56,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 @torch.no_grad()
 def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
-    """Load rank 0's optimizer state on all ranks. torch's version calls step(), which would run the user's hooks."""
+    """Load rank 0's optimizer state on all ranks, without calling step(), which would run the user's hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:

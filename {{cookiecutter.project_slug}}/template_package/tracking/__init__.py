@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Call each tracker's method `action`, or create the trackers ("start"). Drop trackers that fail, and warn."""
+        """Call the method `action` of each tracker; "start" creates the trackers. Drop trackers that fail, and warn."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Writes to the console or a rank's log while it hides the progress bar, and copies the text to `log`.
+    """Hides the progress bar, writes a text to the console or to a rank's log, and copies the text to `log`.
 
     Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
     """

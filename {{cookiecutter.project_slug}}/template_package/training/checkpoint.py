@@ -29,7 +29,7 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""Config keys that must not change when a run continues, except fields with metadata decisive=False. Others may."""
+"""Keys that must not change when a run continues, except fields with metadata decisive=False. Other keys may change."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write the weights to a safetensors file, under their names in `module`. Write a tensor with two names once."""
+    """Write the weights to a safetensors file, under their names in `module`. Write shared tensors only once."""
     names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
     tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

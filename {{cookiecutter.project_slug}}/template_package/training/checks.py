@@ -28,7 +28,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. This is also the
-    first backward pass, after which DDP reorders its buckets: so resumed runs have the order of uninterrupted ones.
+    first backward pass, after which DDP reorders its buckets, so resumed and uninterrupted runs use the same order.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in this context, store half the micro-batch size and exit, so that the ranks restart."""
+        """If memory runs out in this context, exit, so that the ranks restart with half the micro-batch size."""
         try:
             yield
         except RuntimeError as error:

@@ -86,7 +86,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert another run's state. Keep the position in the data, and count its steps in this run's batch size."""
+        """Convert another run's state: keep its position in the data, and recompute the step for this batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0

@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """A row of the table: one way to train. `runs` holds the figures of finished runs, `reason` why a run failed."""
+    """A table row: one way to train. `runs` holds figures of finished runs. `reason` says why a run has failed."""
 
     name: str
     arguments: list[str]  # key=value
@@ -83,7 +83,7 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 
 
 def main(line: CommandLine) -> int:
-    """Run the benchmark and print the table. Return 0, 1 if every row failed, 130 on Ctrl-C, or 143 on SIGTERM."""
+    """Print the benchmark table. Return 1 if every row failed, 130 on Ctrl-C, 143 on SIGTERM, and otherwise 0."""
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
