@@ -1,6 +1,6 @@
 """Reads config.yaml and `key=value` arguments into nested dicts of text. config.py turns the text into typed values.
 
-This file imports neither torch nor the user's files: the ranks' fork server may have to start before such imports.
+This file imports neither torch nor the user's files, because the server that forks ranks may have to start first.
 """
 
 import re
@@ -25,7 +25,7 @@ def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
 
 
 def our_word(key: str, value: str) -> str | None:
-    """Translate another tool's key and value to `key=value` for config.yaml. Return None if the key is unknown."""
+    """Translate another tool's setting to this project's `key=value`. Return None if the key is unknown."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
     if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
@@ -87,7 +87,7 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse YAML, but leave numbers and booleans as text. Raise ConfigError if that fails or a key is set twice."""
+    """Parse YAML, but leave numbers and booleans as text. Raise ConfigError if it is invalid or sets a key twice."""
     try:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:

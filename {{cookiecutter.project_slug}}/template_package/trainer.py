@@ -152,7 +152,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Log, save a checkpoint and compare replicas after a step, each if due. Note if an evaluation is due."""
+        """Do what is due after a step: log, save a checkpoint, compare replicas. Note if an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)

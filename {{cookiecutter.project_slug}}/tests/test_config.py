@@ -19,7 +19,7 @@ Refuse = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove complete_config() from model.py, because it may read data that is not on this machine."""
+    """Remove complete_config() from model.py, because that function could read data that this machine lacks."""
     monkeypatch.delattr(user_model, "complete_config", raising=False)
 
 

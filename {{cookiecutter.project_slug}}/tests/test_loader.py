@@ -290,7 +290,7 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
 def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
     """Draw a normally distributed number in each step. Reading samples must not change these numbers.
 
-    The generators make such numbers in pairs, and keep the second one, which reading must preserve, too.
+    The generators make such numbers in pairs and store the second one. Reading must not lose this stored number.
     """
 
     def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:

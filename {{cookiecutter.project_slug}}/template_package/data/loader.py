@@ -125,7 +125,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set can only be iterated: it lacks __len__, or both __getitem__ and __getitems__."""
+    """Return True if the data set can only be iterated: it has no __len__, or neither __getitem__ nor __getitems__."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return a step's largest (choose=min: smallest) micro-batch, for a dry run. start() must be called next."""
+        """Return a step's largest micro-batch, or its smallest if choose=min, for a dry run. start() must follow."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -310,7 +310,7 @@ class Fetcher(Dataset[MicroBatch]):
 
 
 class Requests:
-    """A sampler for the DataLoader. Its requests can be replaced without restarting the DataLoader's workers."""
+    """A sampler for the DataLoader. The samples that it requests can be changed without restarting the workers."""
 
     now: Iterable[Request] = ()
 

@@ -41,7 +41,7 @@ class StreamLoader(TrainLoader):
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
-        """Make the next step begin at `self.cursor`. The arguments are ignored."""
+        """Make the next step begin at the stream position `self.cursor`. Both arguments are ignored."""
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
@@ -59,14 +59,14 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor at the start of pass `number`. It lists this rank's parts, one per worker, all unread."""
+        """Return the cursor at the start of pass `number`: this rank's data parts, one per worker, all unread."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
     def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
-        """Yield micro-batches from `cursor` to the end of the pass, each with the cursor of the next micro-batch."""
+        """Yield micro-batches from `cursor` to the end of this pass over the data, each with the next one's cursor."""
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:

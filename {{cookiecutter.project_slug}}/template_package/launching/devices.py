@@ -62,7 +62,7 @@ def take_devices(
 ) -> Devices:
     """Choose and lock this node's devices. Raise ConfigError if they are not available within launch.wait_minutes.
 
-    If a launcher has started `num_ranks` ranks here, device_ids=auto takes that many devices. `nvml` is for tests.
+    If a launcher has started `num_ranks` ranks here, device_ids=auto takes that many devices. Tests pass `nvml`.
     """
     wanted = parse_device_ids(device_ids)
     if "cpu" in wanted or "mps" in wanted:
@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs, or `number` free ones if none are named (0: all). Lock none if too few are free."""
+    """Lock the `named` GPUs, else `number` free ones (0 means all free ones). Lock none if too few are free."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:

@@ -1,6 +1,6 @@
-"""Finds out from environment variables which launcher started this rank, and chooses its network interface.
+"""Finds out from environment variables which launcher started this rank, and picks the rank's network interface.
 
-The launcher may be torchrun, deepspeed, accelerate, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
+It can be torchrun, deepspeed, accelerate, horovodrun or SLURM's srun. Without a launcher, run.py starts the ranks.
 """
 
 import os
@@ -48,7 +48,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Launched | None:
-    """Return the launcher's rank numbers, or None without a launcher. Raise ConfigError if a number is missing."""
+    """Return the rank numbers that a launcher set, or None if there are none. Raise ConfigError if one is missing."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the interface `wanted`. If it is None, make gloo use the one that leads to `address`.
 
-    Exceptions for None: keep a GLOO_SOCKET_IFNAME that is already set, or use the loopback if all ranks are here.
+    If `wanted` is None, a GLOO_SOCKET_IFNAME that is already set is kept. On one machine, gloo uses the loopback.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -51,7 +51,7 @@ class Failure(NamedTuple):
 
 
 def num_usable_cores() -> int:
-    """Return the number of CPU cores that this process may use. A scheduler may allow it fewer than the machine has."""
+    """Return how many CPU cores this process is allowed to use. A scheduler can set a limit below the total."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
-    A stop signal reaches the ranks through the store. If none is READY yet, or on a second Ctrl-C, all are killed.
+    Stop signals reach the ranks through the store. If no rank is READY yet, or on a second Ctrl-C, kill all ranks.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -169,7 +169,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """Raise StopRun with exit code 130 or 143, for signal `number`. During training, StopRequest handles signals."""
+    """Raise StopRun with exit code 130 or 143, for signal `number`. In training, StopRequest is used instead."""
     raise StopRun(128 + number)
 
 

@@ -58,7 +58,7 @@ class Strategy:
             self.optimizer = build_optimizer(self.module)
 
     def rebuild(self) -> None:
-        """Wrap the model and build the optimizer again after requires_grad has changed. Keep the optimizer's state."""
+        """After requires_grad has changed, wrap the model again and rebuild the optimizer, but keep its state."""
         if not self.can_rebuild:
             problem = "it changed requires_grad after the first step, which this strategy cannot follow"
             raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
@@ -113,7 +113,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what any strategy's state_dict() returned. Rank 0 passes tensors, and the others pass meta tensors."""
+        """Load what any strategy's state_dict() returned. Rank 0 passes tensors, and other ranks pass meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
@@ -139,7 +139,7 @@ class Strategy:
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside this context, ranks may run different numbers of forward passes, as happens in text generation."""
+        """In this context, each rank can run its own number of forward passes, as happens in text generation."""
         return nullcontext()
 
     def drop_gathered(self) -> None:

@@ -42,7 +42,7 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Store only the blocks' inputs, and rerun each forward in backward (Chen et al. 2016, arXiv:1604.06174).
+    """Store only the blocks' inputs, and repeat each forward pass during backward (Chen et al. 2016, arXiv:1604.06174).
 
     So BatchNorm updates its running statistics twice per micro-batch. Raise ConfigError if the model has no blocks.
     """

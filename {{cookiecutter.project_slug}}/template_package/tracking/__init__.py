@@ -1,7 +1,7 @@
 """Shows and records a run while it trains: metrics.jsonl, a progress bar, pictures, trackers and a log for each rank.
 
 A tracker is a file in this folder that defines a class `Tracker`. On rank 0, all that Python prints goes to the console
-and to the log. On other ranks, file descriptors 1 and 2 point to the log, so it also has output from C++ and NCCL.
+and to the log. On other ranks, file descriptors 1 and 2 point to the log, so output of C++ and NCCL is logged, too.
 """
 
 import faulthandler
@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG of a PIL image, tensor or array: uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
+        """Write a PNG of a PIL image, tensor or array. Shapes: (H, W), (H, W, 3), (C, H, W). Values: uint8 or [0, 1]."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Hides the progress bar, writes a text to the console or to a rank's log, and copies the text to `log`.
+    """Clears the progress bar, writes text to the console or to a rank's log, and copies the text to `log`.
 
     Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
     """

@@ -29,13 +29,13 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""Keys that must not change when a run continues, except fields with metadata decisive=False. Other keys may change."""
+"""Config keys that must not change when a run is resumed. Fields with metadata decisive=False are exempt."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """The folder of a run's checkpoints: best.pt and the last `keep_last` others, for example step_00000120.pt."""
+    """The folder of a run's checkpoints: best.pt and the latest `keep_last` checkpoints, such as step_00000120.pt."""
 
     def __init__(self, folder: Path, keep_last: int | None = None) -> None:
         self.folder, self.best, self._keep_last = folder, folder / "best.pt", keep_last

@@ -24,7 +24,7 @@ _names: set[str] = set()  # the names that the first call of training_metrics() 
 
 
 def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return the loss and, if model.py defines training_metrics(), its metrics by name, as detached 0-dim tensors."""
+    """Return the loss and any metrics from training_metrics() in model.py, by name, as detached 0-dim tensors."""
     figures = {"loss": loss.detach()}
     if (training_metrics := getattr(user_model, "training_metrics", None)) is not None:
         with torch.no_grad():
@@ -66,7 +66,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn if the user's files define a misspelling, or another tool's equivalent, of a name in FUNCTIONS."""
+    """Warn if the user's files misspell a name that FUNCTIONS lists, or use another tool's name for it."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

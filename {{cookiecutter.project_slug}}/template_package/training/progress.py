@@ -28,7 +28,7 @@ class Progress:
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
     def count_step(self) -> None:
-        """Count one more optimizer step and its samples. An epoch's last global batch may be smaller than others."""
+        """Count one more optimizer step and its samples. The last global batch of an epoch can have fewer samples."""
         self.step += 1
         self.position += self.global_batch_size
         if self.position >= self.num_samples:
@@ -48,13 +48,13 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if `section` asks for an evaluation or checkpoint now. At the end, any that is enabled is due."""
+        """Return True if `section` asks for an evaluation or checkpoint now. At the end, it need only be enabled."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Record the result of an evaluation. Return True if it is the best so far. `patience` is schedule.patience."""
+        """Record an evaluation. Return True if it is the best so far. `patience` is the setting schedule.patience."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):

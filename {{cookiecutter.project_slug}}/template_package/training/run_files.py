@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """On rank 0, write summary.json and the best weights. Return the extended `summary`. All ranks must call this."""
+    """On rank 0, write summary.json and the best weights. Return `summary` with more entries. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start profiling steps[0] to steps[1] into profile/rank_<r>.json. Return None if these steps have passed."""
+    """Profile steps[0] to steps[1], and write profile/rank_<r>.json. Return None if these steps have passed."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

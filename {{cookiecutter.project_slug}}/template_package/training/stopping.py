@@ -1,7 +1,7 @@
 """Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
 If `python run.py` with several ranks receives SIGTERM, this happens:
-1. The launching process writes the key STOP to the store. If no rank is READY to stop, it kills all ranks instead.
+1. If no rank has set the key READY, the launching process kills all ranks. Otherwise, it writes STOP to the store.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
 4. Then allows() returns False on all ranks, the trainer saves, and all processes exit with code 143.
@@ -99,7 +99,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """Inside this context, log stack traces and end all ranks if this rank is stuck for launch.timeout_minutes."""
+    """In the `with` block, log stack traces and end all ranks if this rank is stuck for launch.timeout_minutes."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()

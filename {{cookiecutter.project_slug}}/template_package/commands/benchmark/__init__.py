@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures your model's training speed under each strategy, in 16-bit mode, and compiled.
+"""`python run.py benchmark`: measures training speed with each strategy, in 16-bit mode, and with torch.compile.
 
 It starts ordinary training runs of a few steps, and reads its figures from the files that these runs write.
 """
@@ -136,7 +136,7 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
 
 
 def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start `python run.py` with its runs in `folder` and its output in `log`. On Linux, it dies with this process."""
+    """Start run.py with its runs in `folder` and its output in `log`. On Linux, it is killed when its parent ends."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],

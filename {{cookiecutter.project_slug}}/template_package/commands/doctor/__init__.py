@@ -35,7 +35,7 @@ PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 class Finding(NamedTuple):
-    """One result of a check. Status "warning" means that runs may still work; "broken" means that runs will fail."""
+    """One result of a check. Status "warning" means that runs might still work; "broken" means that runs will fail."""
 
     check: str
     status: str
@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong: an IOMMU may break copies between GPUs."""
+    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong, as when an IOMMU corrupts GPU copies."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context

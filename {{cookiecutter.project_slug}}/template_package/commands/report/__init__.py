@@ -41,7 +41,7 @@ DRAWING: Any = {
 
 
 def main(line: CommandLine) -> int:
-    """Write a report on the runs that the command names or, without names, on the config's run. Return 0."""
+    """Write a report on the runs named in the command or, if it names none, on the run in the config. Return 0."""
     folders = [run_directory(name) for name in line.rest or [line.load_config().name]]
     path = (folders[0] if len(folders) == 1 else run_directory("")) / "report.html"
     write_report([run for folder in folders for run in find_runs(folder)], path)

@@ -65,7 +65,7 @@ class Search(BaseModel, extra="forbid"):
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
     def open_study(self, folder: Path, mode: str) -> tuple[Any, dict[str, Any]]:
-        """Open or create the optuna study in `folder`/study.db. Return the study and a distribution for each key."""
+        """Open or create the optuna study in `folder`/study.db. Return it and the search distribution of each key."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna, return random ones, only used to check keys."""
+        """Return each run's settings, without duplicates. For optuna, return random settings, to check the keys."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
