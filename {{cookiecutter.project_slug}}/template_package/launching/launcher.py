@@ -59,7 +59,7 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
 
 
 def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> int:
-    """Run run_fn(rank, world_size, config) once per rank, and return the exit code of the command (0 for success)."""
+    """Run run_fn(rank, world_size, config) once per rank, and return the exit code for run.py (0 for success)."""
     devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
     num_ranks = launched.local_world_size if launched else world_size  # on this node
     arguments = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]

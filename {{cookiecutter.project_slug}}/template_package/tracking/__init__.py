@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG of a PIL image, tensor or array. Shapes: (H, W), (H, W, 3), (C, H, W). Values: uint8 or [0, 1]."""
+        """Write a PNG of a PIL image, tensor or array: uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:

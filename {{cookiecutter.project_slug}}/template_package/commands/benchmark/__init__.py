@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """Run each row once per round, so that other programs slow down all rows equally. Skip rows that have failed."""
+    """Train once per round in each row's way, so that other programs slow down all rows equally. Skip failed rows."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
