@@ -24,7 +24,7 @@ from .model import ModelConfig
 def parse_device_ids(value: object) -> str | list[int | str]:
     """Return `auto`, `auto:N`, or a list with one device per rank, for example [0, 2] for two GPUs, or ["cpu", "cpu"].
 
-    `value` is such a result, or text such as "0,2" or "cpu". Raise ValueError if it names no devices.
+    `value` has one of these forms, or is text such as "0,2" or "cpu". Raise ValueError if it names no devices.
     """
     entries = value if isinstance(value, list) else str(value).split(",")
     text = ",".join(str(entry).strip() for entry in entries).replace("，", ",")  # noqa: RUF001 - of a Chinese keyboard
@@ -259,7 +259,7 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
-    """Yield a message for each wrong key. If a key takes a list, split text such as "0.9,0.95" in `settings`."""
+    """Yield a message for each wrong key. In `settings`, split text such as "0.9,0.95" if its key takes a list."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"

@@ -1,6 +1,6 @@
 """Reads config.yaml and `key=value` arguments into nested dicts of text. config.py turns the text into typed values.
 
-This file imports neither torch nor the user's files, because the server that forks ranks may have to start first.
+This file imports neither torch nor the user's files, because the fork server may have to start before those imports.
 """
 
 import re

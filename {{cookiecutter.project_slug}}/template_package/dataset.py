@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Digits(Dataset[Batch]):
-    """Holds (N, 8, 8) images with pixels from 0 to 16. Moves each by a pixel with probability `shift_probability`."""
+    """Takes (N, 8, 8) images, pixels 0 to 16. Shifts each by up to a pixel with probability `shift_probability`."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability

@@ -19,13 +19,13 @@ Refuse = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def nothing_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove complete_config() from model.py, because that function could read data that this machine lacks."""
+    """Remove complete_config() from model.py, because it might read data that this machine does not have."""
     monkeypatch.delattr(user_model, "complete_config", raising=False)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Write a config file that has your config.yaml's `data` and `model`, but no tracker. Return its path."""
+    """Write a config file with the `data` and `model` sections of your config.yaml, but no tracker. Return its path."""
     file, written = tmp_path / "設定.yaml", yaml.safe_load(CONFIG_YAML.read_text(encoding="utf-8"))
     own = {name: written[name] for name in OWN_SECTIONS if written.get(name)}
     file.write_text(yaml.safe_dump({**own, "logging": {"tracker": "none"}}), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Finds out from environment variables which launcher started this rank, and picks the rank's network interface.
 
-It can be torchrun, deepspeed, accelerate, horovodrun or SLURM's srun. Without a launcher, run.py starts the ranks.
+The launcher can be torchrun, deepspeed, accelerate, horovodrun or SLURM's srun. Without one, run.py starts the ranks.
 """
 
 import os
@@ -48,7 +48,7 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
 
 
 def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Launched | None:
-    """Return the rank numbers that a launcher set, or None if there are none. Raise ConfigError if one is missing."""
+    """Return the launcher's rank numbers, or None if there is no launcher. Raise ConfigError if a number is missing."""
     launcher = launcher_of(environment)
     if launcher == "torchrun":
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
@@ -90,9 +90,9 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
-    """Make gloo and NCCL use the interface `wanted`. If it is None, make gloo use the one that leads to `address`.
+    """Make gloo and NCCL use the network interface `wanted`. If it is None, gloo uses the first of these that exists:
 
-    If `wanted` is None, a GLOO_SOCKET_IFNAME that is already set is kept. On one machine, gloo uses the loopback.
+    the one in GLOO_SOCKET_IFNAME; the loopback, if all ranks are on one machine; the one that leads to `address`.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

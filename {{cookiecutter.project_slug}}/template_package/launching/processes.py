@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
-    Stop signals reach the ranks through the store. If no rank is READY yet, or on a second Ctrl-C, kill all ranks.
+    On a stop signal, ask the ranks to stop, through the store. Kill them if no rank is READY, or on a second Ctrl-C.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
@@ -112,7 +112,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the failure of the rank that failed first, or None if none failed. A killed rank counts as the first."""
+    """Return the failure of the rank that failed first, or None if none failed. A killed rank takes precedence."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:

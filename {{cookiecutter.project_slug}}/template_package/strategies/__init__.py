@@ -12,7 +12,7 @@ __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
-    """Build the configured strategy. With only one rank, `ddp`, and `fsdp` without CPU offload, are plain PyTorch."""
+    """Build the configured strategy. On one rank, `ddp` is plain PyTorch, and so is `fsdp` without CPU offload."""
     is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)

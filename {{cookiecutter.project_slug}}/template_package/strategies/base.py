@@ -58,7 +58,7 @@ class Strategy:
             self.optimizer = build_optimizer(self.module)
 
     def rebuild(self) -> None:
-        """After requires_grad has changed, wrap the model again and rebuild the optimizer, but keep its state."""
+        """Wrap the model and build the optimizer again after requires_grad has changed. Keep the optimizer's state."""
         if not self.can_rebuild:
             problem = "it changed requires_grad after the first step, which this strategy cannot follow"
             raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
@@ -91,7 +91,7 @@ class Strategy:
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer and drop the gradients. Return their norm before clipping, or None without a maximum."""
+        """Step the optimizer and drop the gradients. Return their norm before clipping, or None if not clipped."""
         self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
@@ -139,7 +139,7 @@ class Strategy:
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
 
     def gathered(self) -> AbstractContextManager[None]:
-        """In this context, each rank can run its own number of forward passes, as happens in text generation."""
+        """In this context, ranks may run different numbers of forward passes, as happens in text generation."""
         return nullcontext()
 
     def drop_gathered(self) -> None:

@@ -42,7 +42,7 @@ class DistributedDataParallelStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer. If a gradient is missing, raise torch's error: other gradients could be wrong, too."""
+        """Step the optimizer. If DDP still waits for a gradient, raise its error: others may not be averaged yet."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

@@ -92,13 +92,13 @@ class FullyShardedStrategy(Strategy):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def check_gradients(self) -> None:
-        """Run the base class's check. From now on, send zeros for missing gradients, so that no rank waits for them."""
+        """Run the base class's check. After this call, send zeros for missing gradients, so no rank waits for them."""
         super().check_gradients()
         self._root.set_reduce_scatter_unused_params(True)
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit has a weight matrix and its own forward(), before which FSDP can gather the weights."""
+    """Return True if the unit has a weight matrix and its own forward(). FSDP gathers the weights before forward()."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 

@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Call the method `action` of each tracker; "start" creates the trackers. Drop trackers that fail, and warn."""
+        """Call each tracker's `action` or, if it is "start", create the tracker. Drop trackers that fail, and warn."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -209,7 +209,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Clears the progress bar, writes text to the console or to a rank's log, and copies the text to `log`.
+    """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if given.
 
     Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
     """

@@ -29,7 +29,7 @@ from .progress import Progress
 FORMAT_VERSION = 1
 KEYS = {"model", "optimizer", "step", "epoch", "position", "random_states", "best", "early_stopping", "config"}
 DECISIVE = ("model", "data", "optimizer", "schedule", "seed", "training.global_batch_size", "training.precision")
-"""Config keys that must not change when a run is resumed. Fields with metadata decisive=False are exempt."""
+"""Config keys that must not change when a run continues. Fields with metadata decisive=False are exempt."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)."
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if shapes or sample counts differ."""
+    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if its shapes or sizes do not fit."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -1,7 +1,7 @@
 """Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
 If `python run.py` with several ranks receives SIGTERM, this happens:
-1. If no rank has set the key READY, the launching process kills all ranks. Otherwise, it writes STOP to the store.
+1. If no rank has reported READY to the store, the launching process kills all ranks. Otherwise, it writes STOP there.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
 4. Then allows() returns False on all ranks, the trainer saves, and all processes exit with code 143.

@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """A table row: one way to train. `runs` holds figures of finished runs. `reason` says why a run has failed."""
+    """A table row: one way to train. `runs` holds the measurements of finished runs. `reason` says why a run failed."""
 
     name: str
     arguments: list[str]  # key=value
@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """Train once per round in each row's way, so that other programs slow down all rows equally. Skip failed rows."""
+    """In each round, train once for each row, so that other programs slow down all rows equally. Skip failed rows."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
 
-    `is_loss_wrong` is true if the loss is NaN, or fell by less than about half of the first row's drop.
+    `is_loss_wrong` is true if the loss is NaN, or if it fell by less than about half as much as in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
@@ -187,7 +187,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Return the report as Markdown: the table, the rows that did not run, and the command of the fastest row."""
+    """Return the report as Markdown: the table, why rows are missing, and the command of the fastest row."""
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]

@@ -1,7 +1,7 @@
 """`python run.py sweep FILE`: does many training runs, in parallel if possible. Rerun it to resume the sweep.
 
 Each run is a child process `python run.py …` that writes to runs/<sweep>/. Like any run, it waits for free GPUs, locks
-them, and resumes. If the sweep is stopped, its runs stop, too. The next start reads sweep.json and the runs' files.
+them, and resumes. If the sweep is stopped, its runs stop, too. When restarted, it reads sweep.json and the runs' files.
 """
 
 import json
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. For optuna, return random settings, to check the keys."""
+        """Return each run's settings, without duplicates. For optuna, these are examples to check the keys with."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
