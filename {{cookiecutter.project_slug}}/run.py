@@ -35,7 +35,7 @@ def run_fn(rank: int, world_size: int, config: "Config") -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 on success, 1 or 75 on failure, 2 on user error, 130 on Ctrl-C, 143 on SIGTERM."""
+    """Run the command. Return 0 on success, 1 on failure, 2 on user error, 75 if memory ran out, else 128 + signal."""
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # it has no Unix signals, locks and sockets

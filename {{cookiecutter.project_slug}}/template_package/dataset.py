@@ -1,4 +1,4 @@
-"""YOURS: the data. This example uses the 1,797 handwritten digits that come with scikit-learn.
+"""Yours to write: the data. This example uses the 1,797 handwritten digits that come with scikit-learn.
 
 Rewrite this file for your own data. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
 model.py. `run.py predict` uses `read_inputs`. A data set may have two optional attributes, with one number per sample:
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Digits(Dataset[Batch]):
-    """Takes (N, 8, 8) images, pixels 0 to 16. Shifts each by up to a pixel with probability `shift_probability`."""
+    """Takes (N, 8, 8) images with values from 0 to 16. Shifts an image with probability `shift_probability`."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability

@@ -24,7 +24,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write a temporary file, then rename that file to `path`. Raise FailureError if writing fails."""
+    """Call `write` with a temporary path, then rename that file to `path`. Raise FailureError if writing fails."""
     beside = path.with_name(f".{path.name}.tmp")
     try:
         write(beside)

@@ -132,8 +132,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return this rank's loss and, if is_logged, training
-        metrics (their averages over ranks are those of the global batch), and the gradients' norm before clipping.
+        """Run one optimizer step without waiting for the device. Return a dict and the gradients' norm before clipping.
+        The dict holds this rank's loss and, if is_logged, metrics. Their averages over ranks are the global batch's.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -152,7 +152,7 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
-        """Log, save a checkpoint and compare replicas, whichever is due. Record whether an evaluation is due, too."""
+        """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
         if self.average is not None:
             self.average.update(progress.step)

@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Overlapping splits, or unrepeatable augmentation, would spoil results silently."""
+"""Yours to extend: tests of dataset.py. Overlapping splits or unrepeatable augmentation would spoil results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Overlapping splits, or class ids that change, would spoil results silently."""
+"""Yours to extend: tests of dataset.py. Overlapping splits or class ids that change would spoil results."""
 
 from pathlib import Path
 

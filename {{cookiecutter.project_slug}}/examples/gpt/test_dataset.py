@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Overlapping splits, or targets that the model can see, would spoil results silently."""
+"""Yours to extend: tests of dataset.py. Overlapping splits or targets that the model can see would spoil results."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. A language model that trains on several devices should pass them."""
+"""Yours to extend: tests that model.py, a language model, can train on several devices."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Overlapping splits, or data that differ from run to run, would spoil results silently."""
+"""Yours to extend: tests of dataset.py. Overlapping splits or data that differ from run to run would spoil results."""
 
 from pathlib import Path
 

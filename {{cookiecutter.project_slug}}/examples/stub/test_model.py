@@ -1,4 +1,4 @@
-"""YOURS: tests of model.py. A model that trains on several devices should pass them. Adapt the batch to your model."""
+"""Yours to extend: tests that model.py can train on several devices. Adapt the example batch to your model."""
 
 from pathlib import Path
 

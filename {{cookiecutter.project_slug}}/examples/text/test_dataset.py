@@ -1,4 +1,4 @@
-"""YOURS: tests of dataset.py. Overlapping splits, or token ids that change, would spoil results silently."""
+"""Yours to extend: tests of dataset.py. Overlapping splits or token ids that change would spoil results."""
 
 import json
 from pathlib import Path

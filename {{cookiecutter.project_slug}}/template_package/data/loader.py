@@ -431,7 +431,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the random generators' states, to compare later. The getters of Python and NumPy are 20 times slower."""
+    """Return the random generators' states for comparison. The usual getters, such as getstate(), are far slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

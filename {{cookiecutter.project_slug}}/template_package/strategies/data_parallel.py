@@ -1,4 +1,4 @@
-"""Trains with nn.DataParallel: one process drives several GPUs, so strategy=ddp is faster.
+"""Trains with nn.DataParallel: one process drives several GPUs, which is slower than strategy=ddp.
 
 Each forward pass copies the model to all GPUs, splits its inputs along their first dimension, and joins the outputs.
 """

@@ -38,11 +38,11 @@ class DistributedDataParallelStrategy(Strategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return DDP's no_sync(), except for the last micro-batch, whose backward averages the summed gradients."""
+        """Return DDP's no_sync(), except for the last micro-batch, whose backward pass averages over the ranks."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer. If DDP still waits for a gradient, raise its error: others may not be averaged yet."""
+        """Step the optimizer. Raise torch's error if DDP has not averaged all gradients, as when one is missing."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

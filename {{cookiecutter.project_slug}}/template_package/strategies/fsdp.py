@@ -92,13 +92,13 @@ class FullyShardedStrategy(Strategy):
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def check_gradients(self) -> None:
-        """Run the base class's check. After this call, send zeros for missing gradients, so no rank waits for them."""
+        """Run the base class's check. Then make FSDP send zeros for missing gradients, so no rank waits for them."""
         super().check_gradients()
         self._root.set_reduce_scatter_unused_params(True)
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit has a weight matrix and its own forward(). FSDP gathers the weights before forward()."""
+    """Return True if the unit has a weight matrix, and a forward() of its own, because FSDP gathers weights there."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 

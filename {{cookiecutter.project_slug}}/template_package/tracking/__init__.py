@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PNG of a PIL image, tensor or array: uint8 or floats in [0, 1], (H, W), (H, W, 3) or (C, H, W)."""
+        """Write a PIL image, tensor or array as PNG. It is (H, W), (H, W, 3) or (C, H, W), uint8 or float in [0, 1]."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:

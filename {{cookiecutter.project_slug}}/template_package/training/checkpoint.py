@@ -49,7 +49,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint, and delete older ones beyond the last `keep_last`. If is_best, write best.pt instead."""
+        """Write a checkpoint, then delete all but the latest `keep_last`. If is_best, write best.pt instead."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if its shapes or sizes do not fit."""
+    """Load `state`. If it is empty, only seed the random generators. Raise ConfigError if it does not fit this run."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

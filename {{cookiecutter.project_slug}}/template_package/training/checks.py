@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
-    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. DDP reorders its
-    buckets after the first backward pass. Since it is this one, resumed and uninterrupted runs have the same order.
+    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. After the first
+    backward pass, DDP reorders its buckets. That pass is always this test, so a resumed run has the same order.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -88,7 +88,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """If micro_batch_size is `auto`, try halves until a step fits in memory. All ranks use the smallest size."""
+        """If micro_batch_size is `auto`, lower the size until a step fits in memory. All ranks use the smallest one."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:

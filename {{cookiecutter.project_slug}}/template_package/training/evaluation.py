@@ -1,4 +1,4 @@
-"""Evaluates samples of a data set, each on exactly one rank. Means are exact: ranks add up sums and counts."""
+"""Evaluates the model. Each sample counts on exactly one rank. Means are exact: ranks add up sums and counts."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        If num_parts > 0, read only the first micro-batch, split into that many parts. Two parts give no metrics.
+        If num_parts > 0, read only the first micro-batch, split into num_parts parts. If it is 2, compute no metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

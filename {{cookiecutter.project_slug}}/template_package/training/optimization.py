@@ -74,7 +74,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Update the average after step `step`. Step 1 copies the weights, unless an average was loaded."""
+        """Update the averaged weights after step `step`. Step 1 copies the weights, unless an average was loaded."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay if step > 1 or self._is_loaded else 1.0)
 
     @contextmanager

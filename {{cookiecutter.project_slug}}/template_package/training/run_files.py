@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler for steps[0] to steps[1]. It writes profile/rank_<r>.json. Return None if they have passed."""
+    """Start a profiler, which writes steps[0] to steps[1] to profile/rank_<r>.json. Return None if it is too late."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

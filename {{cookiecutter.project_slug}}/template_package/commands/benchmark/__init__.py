@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
 
-    `is_loss_wrong` is true if the loss is NaN, or if it fell by less than about half as much as in the first row.
+    `is_loss_wrong` is true if the loss is NaN, or if it fell far less (about half or less) than in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
