@@ -85,7 +85,7 @@ class Session:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process if it is not running. run() calls this method by itself."""
+        """Start the process if it is not running. run() does this automatically."""
         if self._process is not None:
             return
         receiver, sender = os.pipe()

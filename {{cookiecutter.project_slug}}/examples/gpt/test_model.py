@@ -1,4 +1,4 @@
-"""Yours to extend: tests that model.py, a language model, can train on several devices."""
+"""Yours to extend: these tests check that model.py, a language model, can train on several devices."""
 
 import torch
 

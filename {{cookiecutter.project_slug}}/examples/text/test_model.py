@@ -1,4 +1,4 @@
-"""Yours to extend: tests that model.py can train on several devices. Adapt the example batch to your model."""
+"""Yours to extend: these tests check that model.py can train on several devices. Adapt the batch to your model."""
 
 from pathlib import Path
 

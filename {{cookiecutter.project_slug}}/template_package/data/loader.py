@@ -72,7 +72,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
     """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
     If `weights` are given, samples are drawn in proportion to their weights, with replacement. Then i * num_samples is
-    added to the i-th index, so that a sample that is drawn twice gets two different random augmentations.
+    added to the i-th index, so that repeats of a sample are augmented differently. The sample is index % num_samples.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -173,8 +173,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's share of the global batch, by sample count or, if model.py
-        defines it, by loss_weight(). The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
+        The weight is world_size times the micro-batch's share of the global batch: its share of the samples, or of the
+        loss_weight() of model.py. The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return a step's largest micro-batch for a dry run, or its smallest if choose=min. Call start() after it."""
+        """Return a step's largest micro-batch for a dry run, or its smallest if choose=min. Call start() afterwards."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -240,7 +240,7 @@ class Fetcher(Dataset[MicroBatch]):
     """Reads the micro-batch of one Request, and leaves the random generators as they were.
 
     Before it reads an item, it seeds the generators that the data set uses, with a hash of (seed, epoch, index). It
-    seeds them again before collate. When the data set uses a generator for the first time, the batch is read again
+    seeds them again before collate. If the data set uses a generator that has not been seeded, the batch is read again
     with that generator seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
     """
 
@@ -441,7 +441,7 @@ def raw_states() -> dict[str, Any]:
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """When this context ends, restore the random generators of the CPU and of CUDA `devices`."""
+    """When this context ends, reset the random generators of the CPU and of CUDA `devices` to their former states."""
     states = get_random_states(*devices)
     try:
         yield

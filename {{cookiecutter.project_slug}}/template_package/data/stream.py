@@ -59,14 +59,14 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor at the start of pass `number`, when this rank has read none of its workers' parts."""
+        """Return the cursor at the start of pass `number`, before this rank's workers have read anything."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
     def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
-        """Yield micro-batches from `cursor` to the end of this pass. Each holds the cursor of the one after it."""
+        """Yield micro-batches from `cursor` to the end of this pass. Each includes the cursor of the next one."""
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:

@@ -1,4 +1,4 @@
-"""Strategies share gradients and state among ranks. Each has its own file, and `strategy:` in config.yaml picks one."""
+"""Strategies: how ranks exchange gradients and hold state. Each is a file, which `strategy:` in config.yaml selects."""
 
 from importlib import import_module
 

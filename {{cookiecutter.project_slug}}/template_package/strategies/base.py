@@ -91,7 +91,7 @@ class Strategy:
         self.scaler.scale(weighted(loss, weight)).backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer and drop the gradients. Return their norm before clipping, or None if not clipped."""
+        """Step the optimizer and drop the gradients. Return their norm before clipping, or None if clipping is off."""
         self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
@@ -113,7 +113,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what any strategy's state_dict() returned. Rank 0 passes tensors, and other ranks pass meta tensors."""
+        """Load the state_dict() of any strategy. Rank 0 passes tensors, and other ranks pass meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)

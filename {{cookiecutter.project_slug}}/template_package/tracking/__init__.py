@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PIL image, tensor or array as PNG. It is (H, W), (H, W, 3) or (C, H, W), uint8 or float in [0, 1]."""
+        """Write a PIL image, or a uint8 or [0, 1] float tensor or array (H, W), (H, W, 3) or (C, H, W), as PNG."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -131,7 +131,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Call each tracker's `action` or, if it is "start", create the tracker. Drop trackers that fail, and warn."""
+        """Call each tracker's method `action` ("start" creates the tracker). Drop a tracker if it fails, and warn."""
         for name in list(self._trackers):
             try:
                 if action == "start":
@@ -211,7 +211,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 class _Output(io.FileIO):
     """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if given.
 
-    Errors, such as a closed console or a full disk, are ignored. The next checkpoint will report a full disk.
+    Errors, such as a closed console or a full disk, are ignored. On a full disk, saving the next checkpoint will fail.
     """
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:

@@ -84,7 +84,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     """Return a checkpoint's state on the CPU without running code from the file. Raise ConfigError if the file is
-    damaged or is not a checkpoint. Raise OSError if the disk fails, so that no older checkpoint is used instead.
+    damaged or is not a checkpoint. Raise OSError if the disk fails, so that the caller does not try an older one.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells

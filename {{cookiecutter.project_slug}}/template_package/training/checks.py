@@ -1,4 +1,4 @@
-"""Tests a step before training, handles out-of-memory errors, and checks that losses are finite and replicas equal."""
+"""Tries a step before training, handles out-of-memory errors, and checks that losses are finite and replicas equal."""
 
 import logging
 import sys
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
-    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. After the first
-    backward pass, DDP reorders its buckets. That pass is always this test, so a resumed run has the same order.
+    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every start runs
+    this test first. DDP reorders its buckets after its backward pass, so a resumed run has the same order.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -88,7 +88,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """If micro_batch_size is `auto`, lower the size until a step fits in memory. All ranks use the smallest one."""
+        """If micro_batch_size is `auto`, find a size that fits in memory. All ranks then use the smallest size found."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in this context, exit, so that the ranks restart with half the micro-batch size."""
+        """If memory runs out in this context, end the process, so that ranks restart with half the micro-batch size."""
         try:
             yield
         except RuntimeError as error:

@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        If num_parts > 0, read only the first micro-batch, split into num_parts parts. If it is 2, compute no metrics.
+        As a test, num_parts=1 reads only the first micro-batch. num_parts=2 reads it in two halves, without metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

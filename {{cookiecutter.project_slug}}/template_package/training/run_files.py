@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """On rank 0, write config.yaml and environment.json, and delete the summary.json of an earlier start."""
+    """On rank 0, write config.yaml and environment.json, and delete a summary.json that an earlier start has left."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler, which writes steps[0] to steps[1] to profile/rank_<r>.json. Return None if it is too late."""
+    """Start a profiler of steps[0] through steps[1]. It writes profile/rank_<r>.json. Return None after these steps."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

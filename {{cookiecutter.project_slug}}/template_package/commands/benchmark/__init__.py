@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """Return the ways to train on these devices. The first row, with one device, is meant as the baseline."""
+    """Return a row for each way to train on these devices. The first row, with one device, serves as the baseline."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """In each round, train once for each row, so that other programs slow down all rows equally. Skip failed rows."""
+    """In each round, train once with each row's settings, so slowdowns affect all rows equally. Skip failed rows."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
 
-    `is_loss_wrong` is true if the loss is NaN, or if it fell far less (about half or less) than in the first row.
+    `is_loss_wrong` is true if the loss is NaN, or if it fell at most about half as much as in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []

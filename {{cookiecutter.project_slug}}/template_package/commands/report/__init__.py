@@ -70,7 +70,7 @@ def write_report(directories: list[Path], path: Path) -> None:
 
 
 def show(value: Any) -> str:
-    """Return a value as text for the page. A float gets five significant digits."""
+    """Return a value as text for the report. A float gets five significant digits."""
     if isinstance(value, list):
         return " ".join(map(show, value))
     return f"{value:.5g}" if isinstance(value, float) else "-" if value is None else str(value)

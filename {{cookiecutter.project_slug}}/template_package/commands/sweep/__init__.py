@@ -1,7 +1,7 @@
 """`python run.py sweep FILE`: does many training runs, in parallel if possible. Rerun it to resume the sweep.
 
-Each run is a child process `python run.py …` that writes to runs/<sweep>/. Like any run, it waits for free GPUs, locks
-them, and resumes. If the sweep is stopped, its runs stop, too. When restarted, it reads sweep.json and the runs' files.
+Each run is a child process `python run.py …` that writes to runs/<sweep>/, locks free GPUs, and can resume. If the
+sweep is stopped, its runs stop, too. When restarted, the sweep reads sweep.json and the runs' files.
 """
 
 import json
