@@ -155,7 +155,7 @@ class Project:
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
         """Run a command and return its output. Fail if its exit code is not `code`.
 
-        If `command` is given, start() runs it. Otherwise, `script` runs in a process that is reused, which is faster.
+        With `command` (see start()), run a new process. Otherwise, run `script` in a reused process, which is faster.
         """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))

@@ -1,4 +1,4 @@
-"""Yours to extend: these tests check that model.py can train on several devices. Adapt the batch to your model."""
+"""Yours to extend: tests of model.py, mostly of what multi-device training needs. Adapt the batch to your model."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Training on micro-batches or several devices relies on this. BatchNorm or a loss that is not a mean breaks it."""
+    """Distributed training relies on this. BatchNorm, or a loss that is not a mean over samples, breaks it."""
     model, batch = make_model(), make_batch(20)
     parameters = list(model.parameters())
     whole = torch.autograd.grad(compute_loss(model, batch)[0], parameters)

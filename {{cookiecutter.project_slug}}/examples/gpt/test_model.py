@@ -1,4 +1,4 @@
-"""Yours to extend: these tests check that model.py, a language model, can train on several devices."""
+"""Yours to extend: tests of model.py, a language model, mostly of what multi-device training needs."""
 
 import torch
 

@@ -172,7 +172,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics to evaluate besides the loss. The key `evaluation.metric` names the one that picks best.pt.
+    """Build the metrics besides the loss. The key `evaluation.metric` names the number that decides about best.pt.
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """

@@ -1,4 +1,4 @@
-"""Yours to extend: these tests check that model.py can train on several devices. Adapt the batch to your model."""
+"""Yours to extend: tests of model.py, mostly of what multi-device training needs. Adapt the batch to your model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python run.py predict INPUT`: writes the predictions of a trained model for new inputs to predictions.jsonl.
+"""`python run.py predict INPUT`: applies a trained model to new inputs, and writes predictions.jsonl.
 
 read_inputs() in dataset.py reads the inputs, and predict() in model.py computes the predictions.
 """

@@ -85,7 +85,7 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
     """Return the entries of a shuffled range(num_samples) at these positions, without computing any other entry.
 
     `positions` and the result are int64 tensors of shape (n,). A Feistel network of six rounds permutes the numbers
-    below a power of 4. A result that is not below num_samples is permuted again until it is (cycle walking).
+    below a power of 4. A result of num_samples or more is permuted again until it is smaller (cycle walking).
     """
     half = max(1, ((num_samples - 1).bit_length() + 1) // 2)  # bits
     left, right = positions >> half, positions & (1 << half) - 1
@@ -173,8 +173,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's share of the global batch: its share of the samples, or of the
-        loss_weight() of model.py. The sum of weight * loss, averaged over ranks, is the global batch's mean loss.
+        The weight is world_size times the micro-batch's share of the global batch, counted in samples or, if model.py
+        defines it, by loss_weight(). Averaged over ranks, the sum of weight * loss is the global batch's mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return a step's largest micro-batch for a dry run, or its smallest if choose=min. Call start() afterwards."""
+        """For a dry run, return a step's largest micro-batch (smallest if choose=min). Then start() must be called."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -206,7 +206,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, sample indices) for each global batch, endlessly. The first begins at `position` of `epoch`."""
+        """Yield (epoch, entries of epoch_order()) for each global batch, endlessly. The first begins at `position`."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -431,7 +431,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the random generators' states for comparison. The usual getters, such as getstate(), are far slower."""
+    """Return the random generators' states for comparison. Python's and NumPy's getters would be 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

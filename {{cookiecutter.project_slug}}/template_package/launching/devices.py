@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs. If none are named, lock `number` free ones (0: all), or none if too few are free."""
+    """Lock the `named` GPUs. If none are named, lock `number` free ones (all if 0), or none if too few are free."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:
@@ -188,7 +188,7 @@ def owner(pid: int) -> str:
 
 
 def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES=`mask` shows. Like CUDA, stop at the first entry that names no GPU."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES=`mask` leaves visible. Like CUDA, stop at the first invalid entry."""
     visible: list[Gpu] = []
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0

@@ -169,7 +169,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """Raise StopRun with exit code 130 or 143, for signal `number`. In training, StopRequest is used instead."""
+    """Handle signal `number`: raise StopRun with exit code 130 or 143. During training, StopRequest handles signals."""
     raise StopRun(128 + number)
 
 

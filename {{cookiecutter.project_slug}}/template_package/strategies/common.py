@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device, sharded like `like` if that is a DTensor. Other ranks pass meta tensors."""
+    """Return rank 0's tensor on the device, sharded as `like` if that is a DTensor. Other ranks pass meta tensors."""
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

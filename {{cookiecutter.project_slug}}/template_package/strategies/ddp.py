@@ -38,11 +38,11 @@ class DistributedDataParallelStrategy(Strategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return DDP's no_sync(), except for the last micro-batch, whose backward pass averages over the ranks."""
+        """Return DDP's no_sync(), except for the last micro-batch, whose backward averages gradients over ranks."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer. If DDP has not averaged all gradients because one is missing, raise torch's error."""
+        """Step the optimizer. If DDP has not averaged all gradients, raise torch's error instead."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

@@ -98,7 +98,7 @@ class FullyShardedStrategy(Strategy):
 
 
 def _is_big(unit: nn.Module) -> bool:
-    """Return True if the unit has a weight matrix and its own forward(), since FSDP gathers weights for forward()."""
+    """Return True if the unit has a weight matrix and defines forward()."""
     return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
 
 

@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PIL image, or a uint8 or [0, 1] float tensor or array (H, W), (H, W, 3) or (C, H, W), as PNG."""
+        """Write a PIL image, tensor or array as PNG: uint8 or floats in [0, 1]; (H, W), (H, W, 3) or (C, H, W)."""
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -211,7 +211,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 class _Output(io.FileIO):
     """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if given.
 
-    Errors, such as a closed console or a full disk, are ignored. On a full disk, saving the next checkpoint will fail.
+    Errors such as a closed console or a full disk are ignored. A full disk is reported when a checkpoint is saved.
     """
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:

@@ -49,7 +49,7 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint, then delete all but the latest `keep_last`. If is_best, write best.pt instead."""
+        """Write a checkpoint, and keep only the latest `keep_last` up to it. If is_best, write best.pt instead."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -84,7 +84,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     """Return a checkpoint's state on the CPU without running code from the file. Raise ConfigError if the file is
-    damaged or is not a checkpoint. Raise OSError if the disk fails, so that the caller does not try an older one.
+    damaged or is not a checkpoint. Raise OSError if the disk fails: then, older checkpoints must not be used either.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed the random generators. Raise ConfigError if it does not fit this run."""
+    """Load `state`. If it is empty, only seed generators. Raise ConfigError if sample count or shapes do not fit."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -28,7 +28,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every start runs
-    this test first. DDP reorders its buckets after its backward pass, so a resumed run has the same order.
+    this test first, so DDP reorders its buckets at the same moment in all runs, whether resumed or not.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -62,7 +62,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
-    """Raise ConfigError if an epoch's last batch leaves a micro-batch of one sample and the model fails on it."""
+    """Raise ConfigError if an epoch's last batch contains a micro-batch of one sample and the model fails on it."""
     num_left = loader.num_samples % loader.global_batch_size
     num_pieces = -(-num_left // (context.world_size * loader.micro_batch_size))  # of each rank
     if num_left == 0 or num_left // (context.world_size * num_pieces) > 1:
@@ -88,7 +88,7 @@ class MemoryLimit:
             loader.micro_batch_size = size
 
     def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
-        """If micro_batch_size is `auto`, find a size that fits in memory. All ranks then use the smallest size found."""
+        """If micro_batch_size is `auto`, try to find a size that fits in memory. All ranks use the smallest result."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in this context, end the process, so that ranks restart with half the micro-batch size."""
+        """If memory runs out in this context, store half the micro-batch size and raise StopRun(75) for a restart."""
         try:
             yield
         except RuntimeError as error:

@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        As a test, num_parts=1 reads only the first micro-batch. num_parts=2 reads it in two halves, without metrics.
+        rehearse() sets num_parts: 1 reads only the first micro-batch, and 2 reads its two halves, without metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
@@ -125,7 +125,7 @@ class Evaluator:
         return path
 
     def _compute_over_ranks(self) -> dict[str, Any]:
-        """Compute the metrics over all ranks and reset them. Return numbers or nested lists by name, on every rank."""
+        """Compute the metrics over all ranks and reset them. Return {name: number or nested list} on every rank."""
         # If torchmetrics gathered them, lists of different lengths (as of ROUGEScore) would make ranks hang.
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Lock the run's folder. Raise ConfigError if another process has locked the folder. All ranks must call this."""
+    """Lock the run's folder. Raise ConfigError if another job has locked it. All ranks must call this."""
     held: list[BinaryIO] = []  # the system releases the lock when rank 0's process dies
 
     def lock() -> None:
@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """On rank 0, write config.yaml and environment.json, and delete a summary.json that an earlier start has left."""
+    """On rank 0, write config.yaml and environment.json, and delete any summary.json left by an earlier start."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Complete and return `summary`. On rank 0, write it and the best weights to files. All ranks must call this."""
+    """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler of steps[0] through steps[1]. It writes profile/rank_<r>.json. Return None after these steps."""
+    """Return a started profiler for steps[0] to steps[1], or None if they are over. It writes profile/rank_<r>.json."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

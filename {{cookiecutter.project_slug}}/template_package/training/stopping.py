@@ -40,7 +40,7 @@ def beat() -> None:
 
 
 class StopRequest:
-    """Stops the run after a signal (`signal_number`). allows() says whether the next step or batch may begin."""
+    """Stops the run after a signal (`signal_number`). Before each step and batch, ask allows() once if it may begin."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None

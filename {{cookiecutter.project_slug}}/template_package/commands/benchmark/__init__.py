@@ -66,7 +66,7 @@ class Row:
 
 
 def plan_rows(device_ids: list[str]) -> list[Row]:
-    """Return a row for each way to train on these devices. The first row, with one device, serves as the baseline."""
+    """Return a row for each way to train on these devices. The first row, with one device, is meant as the baseline."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
 
-    `is_loss_wrong` is true if the loss is NaN, or if it fell at most about half as much as in the first row.
+    `is_loss_wrong` is true if the loss is NaN, or fell too little: less than about half as much as in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []

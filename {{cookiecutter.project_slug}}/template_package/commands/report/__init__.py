@@ -152,7 +152,7 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
 
 
 def draw_all(directories: Sequence[Path]) -> list[str]:
-    """Return the curves as SVG text: one figure per metric or, for several runs, one figure per split and metric."""
+    """Return the curves as SVG text: one figure per metric or, if there are several runs, per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them

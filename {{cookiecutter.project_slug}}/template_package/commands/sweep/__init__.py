@@ -1,7 +1,7 @@
 """`python run.py sweep FILE`: does many training runs, in parallel if possible. Rerun it to resume the sweep.
 
-Each run is a child process `python run.py …` that writes to runs/<sweep>/, locks free GPUs, and can resume. If the
-sweep is stopped, its runs stop, too. When restarted, the sweep reads sweep.json and the runs' files.
+Each run is a child process `python run.py …` in runs/<sweep>/. It waits for free GPUs, locks them, and can resume. If
+the sweep is stopped, its runs stop, too. When restarted, the sweep reads sweep.json and the runs' files.
 """
 
 import json
@@ -99,7 +99,7 @@ class Sweep(BaseModel, extra="forbid"):
         return self
 
     def list_settings(self) -> list[dict[str, str]]:
-        """Return each run's settings, without duplicates. If optuna chooses settings, return examples instead."""
+        """Return each run's settings, without duplicates. If optuna chooses them, return example settings."""
         wanted = self.runs or []
         if self.grid:
             wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
