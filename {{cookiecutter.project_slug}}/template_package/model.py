@@ -68,7 +68,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics besides the loss. The key `evaluation.metric` names the number that decides about best.pt."""
+    """Build the metrics besides the loss. `evaluation.metric` names the one that decides which checkpoint is best."""
     from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy
 

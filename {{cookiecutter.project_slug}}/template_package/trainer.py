@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return a dict and the gradients' norm before clipping.
-        The dict holds this rank's loss and, if is_logged, training metrics. Both are still to be averaged over ranks.
+        The dict holds this rank's loss and, if is_logged, training metrics, not yet averaged over ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -212,7 +212,7 @@ class Trainer:
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
-        """Continue from a checkpoint, if any. First, call begin_epochs() for the epochs that the run had begun."""
+        """Continue from a checkpoint, if there is one."""
         state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)

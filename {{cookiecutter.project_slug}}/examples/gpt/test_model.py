@@ -1,4 +1,4 @@
-"""Yours to extend: tests of model.py, a language model, mostly of what multi-device training needs."""
+"""Yours to extend: tests of model.py, a language model, mainly for multi-device training."""
 
 import torch
 

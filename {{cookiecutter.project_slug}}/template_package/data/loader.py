@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """For a dry run, return a step's largest micro-batch (smallest if choose=min). Then start() must be called."""
+        """Return a step's largest micro-batch for a dry run, or its smallest if choose=min."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -206,7 +206,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, entries of epoch_order()) for each global batch, endlessly. The first begins at `position`."""
+        """Yield (epoch, draws) for each global batch, from `position` of `epoch` on. epoch_order() makes the draws."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:

@@ -59,7 +59,7 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor at the start of pass `number`, before this rank's workers have read anything."""
+        """Return the cursor for the start of pass `number` over the data. This rank has read nothing of it yet."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
@@ -105,10 +105,7 @@ class StreamLoader(TrainLoader):
 
 
 class PartFetcher(Fetcher):
-    """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read.
-
-    It seeds the random generators before each item, so that augmentation depends only on the seed, pass and item.
-    """
+    """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
     def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
         library, layers = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)

@@ -113,7 +113,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state_dict() of any strategy. Rank 0 passes tensors, and other ranks pass meta tensors."""
+        """Load a state dict that any strategy has saved. Rank 0 passes tensors, and other ranks pass meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)
@@ -139,7 +139,7 @@ class Strategy:
         return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
 
     def gathered(self) -> AbstractContextManager[None]:
-        """In this context, ranks may run different numbers of forward passes, as happens in text generation."""
+        """Inside this context, each rank may run a different number of forward passes, as in text generation."""
         return nullcontext()
 
     def drop_gathered(self) -> None:

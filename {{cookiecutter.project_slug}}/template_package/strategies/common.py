@@ -76,7 +76,10 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device, sharded as `like` if that is a DTensor. Other ranks pass meta tensors."""
+    """Return rank 0's tensor on the device. Other ranks pass meta tensors.
+
+    If `like` is a DTensor, the result is sharded in the same way.
+    """
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
         dist.broadcast(whole := whole.contiguous(), src=0)

@@ -42,7 +42,7 @@ class DistributedDataParallelStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
-        """Step the optimizer. If DDP has not averaged all gradients, raise torch's error instead."""
+        """Let torch check that DDP has averaged all gradients, then step the optimizer."""
         if isinstance(self.model, DistributedDataParallel):  # False if another library averages the gradients
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)

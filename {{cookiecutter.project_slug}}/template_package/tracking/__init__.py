@@ -43,7 +43,10 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a PIL image, tensor or array as PNG: uint8 or floats in [0, 1]; (H, W), (H, W, 3) or (C, H, W)."""
+        """Write a picture as PNG.
+
+        It is a PIL image, or a tensor or array of uint8 or of floats in [0, 1]: (H, W), (H, W, 3) or (C, H, W).
+        """
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
     def figure(self, name: str, figure: Any) -> None:
@@ -209,17 +212,14 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if given.
-
-    Errors such as a closed console or a full disk are ignored. A full disk is reported when a checkpoint is saved.
-    """
+    """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if any."""
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:
         super().__init__(file, "a", closefd=isinstance(file, Path))
         self._log = log
 
     def write(self, content: Any) -> int:
-        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):
+        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):  # a full disk is told by the next save
             super().write(content)
         if self._log is not None:
             self._log.write(content)

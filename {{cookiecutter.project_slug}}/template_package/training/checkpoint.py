@@ -49,7 +49,10 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint, and keep only the latest `keep_last` up to it. If is_best, write best.pt instead."""
+        """Write a checkpoint. If is_best, write it as best.pt.
+
+        Otherwise, keep the latest `keep_last` checkpoints up to this step, and delete older ones.
+        """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
@@ -84,7 +87,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     """Return a checkpoint's state on the CPU without running code from the file. Raise ConfigError if the file is
-    damaged or is not a checkpoint. Raise OSError if the disk fails: then, older checkpoints must not be used either.
+    damaged or is not a checkpoint. Raise OSError if the disk fails.
     """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
@@ -95,7 +98,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
             raise ValueError(f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights")
     except Exception as error:  # a damaged file may fail anywhere; a foreign one may hold anything
         if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):  # EINVAL: of a flipped bit
-            raise
+            raise  # a failing disk: nobody should continue from an older checkpoint instead
         raise ConfigError(f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another.") from None
     return state
 
@@ -138,10 +141,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
 def check_same(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
-    """Raise ConfigError if the two configs differ in one of `keys`. A section such as `model` stands for all its keys.
-
-    Keys that the stored config lacks get their defaults, and stored keys that no longer exist are dropped.
-    """
+    """Raise ConfigError if the two configs differ in one of `keys`. A section, such as `model`, stands for its keys."""
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
     lines = [line for line in differing_keys(today, present) if wanted.match(line)]
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed generators. Raise ConfigError if sample count or shapes do not fit."""
+    """Load `state`, if any, and seed the generators. Raise ConfigError if shapes or the number of samples changed."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        rehearse() sets num_parts: 1 reads only the first micro-batch, and 2 reads its two halves, without metrics.
+        rehearse() passes num_parts=1 to read only the first micro-batch, and 2 to read its halves without metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

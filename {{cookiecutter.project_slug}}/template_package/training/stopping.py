@@ -40,7 +40,7 @@ def beat() -> None:
 
 
 class StopRequest:
-    """Stops the run after a signal (`signal_number`). Before each step and batch, ask allows() once if it may begin."""
+    """Receives stop signals. The trainer calls allows() before each step and batch, and stops if it returns False."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None

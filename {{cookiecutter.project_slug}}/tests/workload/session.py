@@ -35,7 +35,7 @@ def run(folder: str, script: str, words: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Do several training runs in the same ranks, because starting ranks takes time. Return the exit code.
+    """Do several training runs in the same processes, because starting ranks takes time. Return the exit code.
 
     arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
     """

@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong, as when an IOMMU corrupts GPU copies."""
+    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong: an IOMMU can corrupt GPU-to-GPU copies."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context
