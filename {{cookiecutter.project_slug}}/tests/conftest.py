@@ -106,7 +106,7 @@ class Session:
         self._replies = os.fdopen(receiver)
 
     def close(self) -> None:
-        """Kill the process. The ranks that it has started end as well."""
+        """Kill the process, which also ends the ranks that it has started."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

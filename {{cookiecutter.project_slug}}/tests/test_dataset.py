@@ -1,4 +1,4 @@
-"""Yours to extend: tests of dataset.py. Overlapping splits or unrepeatable augmentation would spoil results."""
+"""Yours to extend: tests of dataset.py. Splits must not overlap, and augmentation must be repeatable."""
 
 from pathlib import Path
 

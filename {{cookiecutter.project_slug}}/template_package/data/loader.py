@@ -174,7 +174,7 @@ class TrainLoader:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
         The weight is world_size times the micro-batch's share of the global batch, counted in samples or, if model.py
-        defines it, by loss_weight(). Averaged over ranks, the sum of weight * loss is the global batch's mean loss.
+        defines loss_weight(), by that. Averaged over ranks, the sum of weight * loss is the global batch's mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -206,7 +206,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, draws) for each global batch, from `position` of `epoch` on. epoch_order() makes the draws."""
+        """Yield (epoch, indices from epoch_order()) for each global batch, starting at `position` of `epoch`."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -239,9 +239,9 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads the micro-batch of one Request, and leaves the random generators as they were.
 
-    Before it reads an item, it seeds the generators that the data set uses, with a hash of (seed, epoch, index). It
-    seeds them again before collate. If the data set uses a generator that has not been seeded, the batch is read again
-    with that generator seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
+    Before it reads an item, it seeds the generators that the data set is known to use, with a hash of (seed, epoch,
+    index), and again before collate. If the data set then uses another generator, the batch is read again with that
+    generator seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
     """
 
     max_workers = 8
@@ -395,7 +395,7 @@ def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "num
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """Return a seed: a 63-bit hash of (seed, epoch, index). Their sum would often give the same seed twice."""
+    """Hash (seed, epoch, index) to a 63-bit seed. Adding up the three would often give the same seed twice."""
     digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

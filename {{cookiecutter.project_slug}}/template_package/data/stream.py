@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class StreamLoader(TrainLoader):
     """Reads this rank's micro-batches of a stream. In each step, all ranks run the same number of micro-batches.
 
-    A rank that has read all its parts repeats its first micro-batch, with weight 0, until all ranks have read theirs.
+    A rank whose data has ended repeats its first micro-batch, with weight 0, until the data of all ranks has ended.
     """
 
     _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
@@ -59,7 +59,7 @@ class StreamLoader(TrainLoader):
         return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
-        """Return the cursor for the start of pass `number` over the data. This rank has read nothing of it yet."""
+        """Return the cursor for the start of pass `number` over the data, before this rank has read anything."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
         parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]

@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor on the device. Other ranks pass meta tensors.
+    """Return rank 0's tensor, copied to this rank's device. The other ranks pass meta tensors.
 
     If `like` is a DTensor, the result is sharded in the same way.
     """

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test forward and backward without changing the model. If is_trial, treat it as not the last of its step.
+    """Test forward and backward without changing the model. If is_trial, run micro_batch as if others followed it.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every start runs
     this test first, so DDP reorders its buckets at the same moment in all runs, whether resumed or not.

@@ -1,4 +1,4 @@
-"""Evaluates the model. Each sample counts on exactly one rank. Means are exact: ranks add up sums and counts."""
+"""Evaluates the model. Ranks share the samples, without duplicates. Means are exact: ranks add up sums and counts."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        rehearse() passes num_parts=1 to read only the first micro-batch, and 2 to read its halves without metrics.
+        num_parts=1 evaluates only the first micro-batch. num_parts=2 evaluates its two halves, without the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

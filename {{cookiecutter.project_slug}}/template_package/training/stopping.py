@@ -40,7 +40,7 @@ def beat() -> None:
 
 
 class StopRequest:
-    """Receives stop signals. The trainer calls allows() before each step and batch, and stops if it returns False."""
+    """Receives stop signals. Before each step or evaluation batch, the trainer calls allows(), and stops on False."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None

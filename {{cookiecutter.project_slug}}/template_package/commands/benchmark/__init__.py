@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """In each round, train once with each row's settings, so slowdowns affect all rows equally. Skip failed rows."""
+    """In each round, run each row once, so that a slow spell affects all rows alike. Skip rows that have failed."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -166,7 +166,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return the results of each row that ran: its medians, command, and speed-up over the first row that ran.
+    """Return the results of each row that ran: median measurements, command, and speed-up over the first such row.
 
     `is_loss_wrong` is true if the loss is NaN, or fell too little: less than about half as much as in the first row.
     `typed` holds the arguments that the user typed.
@@ -187,7 +187,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Return the report as Markdown: the table, why rows are missing, and the command of the fastest row."""
+    """Return the report as Markdown: the table, the reasons for missing rows, and the fastest row's command."""
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]
