@@ -1,8 +1,8 @@
 """Yours to write: the data. This example uses the 1,797 handwritten digits that come with scikit-learn.
 
 Rewrite this file for your own data. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
-model.py. `run.py predict` uses `read_inputs`. A data set may have two optional attributes, with one number per sample:
-samples of similar `sample_lengths` share a batch, and an epoch draws samples in proportion to `sample_weights`.
+model.py. `run.py predict` uses `read_inputs`. A data set may define two attributes with one number per sample:
+`sample_lengths`, to batch samples of similar lengths, and `sample_weights`, to draw some samples more often.
 """
 
 from dataclasses import dataclass

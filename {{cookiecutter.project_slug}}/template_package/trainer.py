@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return a dict and the gradients' norm before clipping.
-        The dict holds this rank's loss and, if is_logged, training metrics, not yet averaged over ranks.
+        The dict's loss and, if is_logged, training metrics describe the global batch once they are averaged over ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -186,7 +186,7 @@ class Trainer:
         self.tracking.record(record, is_epoch_end=progress.is_epoch_end)
 
     def evaluate(self, stop: StopRequest) -> None:
-        """Evaluate the validation split, and save best.pt if the result is the best so far."""
+        """Evaluate the model on the validation split, and save best.pt if the result is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
             check_finite(self.losses, self.context)
@@ -226,7 +226,7 @@ class Trainer:
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() for epochs up to `epoch` not begun yet. Return True if a parameter was (un)frozen."""
+        """Call on_epoch_begin() for each new epoch up to `epoch`. Return True if it froze or unfroze a parameter."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)

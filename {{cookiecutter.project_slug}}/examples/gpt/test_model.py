@@ -1,4 +1,4 @@
-"""Yours to extend: tests of model.py, a language model, mainly for multi-device training."""
+"""Yours to extend: tests of model.py, a language model. One of them checks what multi-device training needs."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Yours to extend: tests of model.py, mainly for multi-device training. Adapt the batch to your model."""
+"""Yours to extend: tests of model.py. Some check what multi-device training needs. Adapt the batch to your model."""
 
 from pathlib import Path
 

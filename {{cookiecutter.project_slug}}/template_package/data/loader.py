@@ -71,8 +71,8 @@ class MicroBatch(NamedTuple):
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
-    If `weights` are given, samples are drawn in proportion to their weights, with replacement. Then i * num_samples is
-    added to the i-th index, so that repeats of a sample are augmented differently. The sample is index % num_samples.
+    If `weights` are given, samples are drawn in proportion to their weights, with replacement. The i-th entry is then
+    index + i * num_samples: entries seed the augmentation, so repeats of a sample are augmented differently.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -173,8 +173,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's share of the global batch, counted in samples or, if model.py
-        defines loss_weight(), by that. Averaged over ranks, the sum of weight * loss is the global batch's mean loss.
+        The weight is world_size times the micro-batch's share of the global batch's samples or, if model.py defines
+        loss_weight(), of their total loss weight. Averaged over ranks, the sum of weight * loss is the mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -191,7 +191,7 @@ class TrainLoader:
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
-        return next(self._reader.read([chosen]))
+        return next(self._reader.read([chosen]))  # start() must be called before training reads on
 
     def close(self) -> None:
         del self._batches, self._reader  # this ends the worker processes
@@ -206,7 +206,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, indices from epoch_order()) for each global batch, starting at `position` of `epoch`."""
+        """Yield (epoch, indices) for each global batch, endlessly, from `position` of `epoch` on. See epoch_order()."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -239,9 +239,9 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads the micro-batch of one Request, and leaves the random generators as they were.
 
-    Before it reads an item, it seeds the generators that the data set is known to use, with a hash of (seed, epoch,
-    index), and again before collate. If the data set then uses another generator, the batch is read again with that
-    generator seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
+    Before each item, and again before collate, it seeds the generators that the data set is known to use, with a hash
+    of (seed, epoch, index). If the data set then uses another generator, the batch is read again with that generator
+    seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
     """
 
     max_workers = 8

@@ -69,7 +69,7 @@ def run_processes(
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and, if a rank failed, its failure.
 
-    A stop signal writes STOP to the store or, if no rank is ready yet, kills all ranks, as a second Ctrl-C does.
+    On a stop signal, write STOP to the store, or kill all ranks if none is ready yet. A second Ctrl-C kills them.
     """
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)

@@ -113,7 +113,7 @@ class Strategy:
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state dict that any strategy has saved. Rank 0 passes tensors, and other ranks pass meta tensors."""
+        """Load a state dict saved by any strategy. Rank 0 passes tensors, and other ranks pass meta tensors."""
         self.set_weights(state["model"])
         if state["optimizer"]:
             set_optimizer_state(self.module, self.optimizer, state["optimizer"], self.context)

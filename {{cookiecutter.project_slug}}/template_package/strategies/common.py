@@ -78,7 +78,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
     """Return rank 0's tensor, copied to this rank's device. The other ranks pass meta tensors.
 
-    If `like` is a DTensor, the result is sharded in the same way.
+    If `like` is a DTensor of the same shape, the result is sharded in the same way.
     """
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:

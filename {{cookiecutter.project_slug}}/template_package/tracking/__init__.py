@@ -45,7 +45,7 @@ class MediaLog:
     def image(self, name: str, picture: Any) -> None:
         """Write a picture as PNG.
 
-        It is a PIL image, or a tensor or array of shape (H, W), (H, W, 3) or (C, H, W), of uint8 or floats in [0, 1].
+        It is a PIL image, or a tensor or array of uint8 or floats in [0, 1], (H, W), (H, W, 3), (3, H, W) or (1, H, W).
         """
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 

@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, name it after its step, keep the latest `keep_last` checkpoints up to it, and delete older ones.
+        Otherwise, write it as step_<step>.pt, and delete older files, so that `keep_last` remain up to this step.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load any `state`, and seed the generators. Raise ConfigError if weight shapes or the data set's size changed."""
+    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if it does not fit this run."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

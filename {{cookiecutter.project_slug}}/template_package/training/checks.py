@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test forward and backward without changing the model. If is_trial, run micro_batch as if others followed it.
 
-    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every start runs
-    this test first, so DDP reorders its buckets at the same moment in all runs, whether resumed or not.
+    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run,
+    new or resumed, begins with this test. DDP then reorders its buckets, so all runs add gradients in the same order.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in this context, store half the micro-batch size and raise StopRun(75) for a restart."""
+        """If memory runs out, store half the micro-batch size and raise StopRun(75). At size 1, raise the error."""
         try:
             yield
         except RuntimeError as error:
@@ -125,7 +125,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if a loss is not finite. `losses` has (loss, step) pairs, and is emptied."""
+    """Raise FailureError on all ranks if a loss is not finite. Empty `losses`, a list of (loss, step) pairs."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more

@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        num_parts=1 evaluates only the first micro-batch. num_parts=2 evaluates its two halves, without the metrics.
+        If num_parts is 1, evaluate only the first micro-batch. If 2, do so in two halves, and leave out the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

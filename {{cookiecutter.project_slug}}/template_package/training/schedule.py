@@ -46,7 +46,7 @@ def _cosine(start: float, end: float, progress: float) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
-    """Set each group's rate to its initial rate times `value / peak`, this step's fraction of the peak rate."""
+    """Set each group's learning rate to `value / peak` (this step's fraction of the peak) times its initial rate."""
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), also after a resume
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak
