@@ -1,4 +1,4 @@
-"""Yours to extend: tests of dataset.py. Splits must not overlap, and augmentation must be repeatable."""
+"""Tests of dataset.py. Adapt them to your data, and add your own."""
 
 from pathlib import Path
 

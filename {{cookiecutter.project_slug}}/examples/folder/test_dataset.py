@@ -1,4 +1,4 @@
-"""Yours to extend: tests of dataset.py. Overlapping splits or class ids that change would spoil results."""
+"""Tests of dataset.py. Adapt them to your data, and add your own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Yours to extend: tests of model.py, a language model. One of them checks what multi-device training needs."""
+"""Tests of model.py. Adapt them to your model, and add your own."""
 
 import torch
 

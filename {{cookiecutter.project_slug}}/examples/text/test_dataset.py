@@ -1,4 +1,4 @@
-"""Yours to extend: tests of dataset.py. Overlapping splits or token ids that change would spoil results."""
+"""Tests of dataset.py. Adapt them to your data, and add your own."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Yours to extend: tests of model.py. Some check what multi-device training needs. Adapt the batch to your model."""
+"""Tests of model.py. Adapt them to your model, and add your own."""
 
 from pathlib import Path
 

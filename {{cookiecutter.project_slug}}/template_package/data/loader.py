@@ -431,7 +431,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the random generators' states for comparison. Python's and NumPy's getters would be 20 times slower."""
+    """Return the random generators' states. random.getstate() and NumPy's get_state() would be 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -134,7 +134,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """Call each tracker's method `action` ("start" creates the tracker). Drop a tracker if it fails, and warn."""
+        """If `action` is "start", create the trackers. Otherwise, call that method of each. Drop those that fail."""
         for name in list(self._trackers):
             try:
                 if action == "start":

@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out, store half the micro-batch size and raise StopRun(75). At size 1, raise the error."""
+        """If memory runs out in this context, raise StopRun(75). Ranks then restart with half the micro-batch size."""
         try:
             yield
         except RuntimeError as error:
@@ -125,7 +125,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if a loss is not finite. Empty `losses`, a list of (loss, step) pairs."""
+    """Raise FailureError on all ranks if a loss is not finite. Then clear `losses`, which holds (loss, step) pairs."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more
