@@ -39,7 +39,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     """(B, 1, 8, 8) float32 in [0, 1]."""
     targets: Tensor
-    """(B,) int64, the digits from 0 to 9."""
+    """(B,) int64, the digit that each image shows, from 0 to 9."""
 
 
 class Digits(Dataset[Batch]):

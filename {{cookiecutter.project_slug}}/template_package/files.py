@@ -13,7 +13,7 @@ RUNS_FOLDER = "DDP_RUNS_FOLDER"  # an environment variable that names another fo
 
 
 def run_directory(name: str) -> Path:
-    """Return runs/<name>, or <name> in the folder that the environment variable DDP_RUNS_FOLDER names."""
+    """Return runs/<name>, or <name> in another folder if the environment variable DDP_RUNS_FOLDER names one."""
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 

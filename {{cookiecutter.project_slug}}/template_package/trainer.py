@@ -132,8 +132,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return a dict and the gradients' norm before clipping.
-        The dict's loss and, if is_logged, training metrics describe the global batch once they are averaged over ranks.
+        """Run one optimizer step without waiting for the device. Return figures and the gradient norm before clipping.
+        Averaged over ranks, the figures (loss and, if is_logged, training metrics) are those of the global batch.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

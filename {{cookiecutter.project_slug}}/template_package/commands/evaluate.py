@@ -55,7 +55,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
 
 
 def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
-    """Return a checkpoint's state, a strategy with its weights, and build()'s result. All ranks must call this."""
+    """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
     is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
     state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
     config = settle_precision(config, context)

@@ -46,7 +46,7 @@ def main(line: CommandLine) -> int:
 
 
 def _train_resume_evaluate(settings: list[str]) -> int:
-    """Run the test and return the number of evaluated samples. Raise AssertionError if a run or a check fails."""
+    """Run the smoke test and return the number of samples evaluated. Raise AssertionError if a run or a check fails."""
     first, second = FOLDER / "runs" / "first", FOLDER / "runs" / "second"
     _run("training on two ranks", settings)
     print(*re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")), sep="", end="")

@@ -71,8 +71,8 @@ class MicroBatch(NamedTuple):
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
-    If `weights` are given, samples are drawn in proportion to their weights, with replacement. The i-th entry is then
-    index + i * num_samples: entries seed the augmentation, so repeats of a sample are augmented differently.
+    If `weights` are given, samples are drawn with replacement, in proportion to weight, and i * num_samples is added
+    to the i-th index. The sum seeds the augmentation, so repeats of a sample are augmented differently.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -102,8 +102,8 @@ def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
 def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
     """Reorder an epoch's indices so that samples of similar lengths share a global batch, which saves padding.
 
-    Each group of WINDOW global batches (of `size` samples) is sorted by length and cut into batches again. Then all
-    batches of the epoch are shuffled. If the last batch is shorter than the others, it stays at the end, unsorted.
+    In each group of WINDOW global batches (`size` samples each), samples are sorted by length and batched again. Then
+    all the epoch's batches are shuffled. A last batch that is shorter than the others stays at the end, unsorted.
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
@@ -173,8 +173,8 @@ class TrainLoader:
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's share of the global batch's samples or, if model.py defines
-        loss_weight(), of their total loss weight. Averaged over ranks, the sum of weight * loss is the mean loss.
+        The weight is world_size times the micro-batch's fraction of the global batch's samples (or of its total loss
+        weight, if model.py defines loss_weight()). Averaged over ranks, the sum of weight * loss is the mean loss.
         """
         if _loss_weight is None:
             for micro_batch in self._next_batches():
@@ -382,7 +382,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor. The weight is 0 if num_samples is 0."""
+    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor. It is 0 if request.num_samples is 0."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)

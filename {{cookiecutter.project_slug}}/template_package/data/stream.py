@@ -1,7 +1,7 @@
 """Reads a stream: a training set that can only be iterated. Each loader worker of each rank reads a part of it.
 
 To the rest of the package, a stream is one endless epoch. This file reads the stream in passes: when all parts have
-ended, a new pass begins. For each rank, checkpoints store a cursor, which says how far the rank has read its parts.
+ended, a new pass begins. Each rank's cursor, which checkpoints store, says how far it has got through its parts.
 """
 
 import logging
@@ -66,7 +66,7 @@ class StreamLoader(TrainLoader):
         return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
 
     def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
-        """Yield micro-batches from `cursor` to the end of this pass. Each includes the cursor of the next one."""
+        """Yield micro-batches from `cursor` to the end of the data. Each also says where the next one starts."""
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:

@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
 
 def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> Node:
-    """Choose this node's devices, waiting for free ones if necessary. Raise ConfigError if they are not available."""
+    """Choose this node's devices, waiting for free ones if necessary. Raise ConfigError if it cannot get them."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)  # a handler in Python would wait for the store's answer

@@ -42,9 +42,9 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Store only the blocks' inputs, and repeat each forward pass during backward (Chen et al. 2016, arXiv:1604.06174).
+    """Store only each block's input, and rerun the block in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
-    So BatchNorm updates its running statistics twice per micro-batch. Raise ConfigError if the model has no blocks.
+    BatchNorm layers thus update their statistics twice per micro-batch. Raise ConfigError if there are no blocks.
     """
     found = list(blocks(model))
     if not found:

@@ -1,7 +1,7 @@
 """Shows and records a run while it trains: metrics.jsonl, a progress bar, pictures, trackers and a log for each rank.
 
-A tracker is a file in this folder that defines a class `Tracker`. On rank 0, all that Python prints goes to the console
-and to the log. On other ranks, file descriptors 1 and 2 point to the log, so output of C++ and NCCL is logged, too.
+A tracker is a file in this folder with a class `Tracker`. Rank 0 sends all Python output to the console and its log.
+Other ranks send all of stdout and stderr to their logs, including the output of C++ code and NCCL.
 """
 
 import faulthandler
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MediaLog:
-    """Writes pictures and texts, on rank 0 only. Functions in model.py receive it as `log`. Errors become warnings."""
+    """Logs pictures and text, on rank 0 only. Functions in model.py get it as `log`. If logging fails, it warns."""
 
     step: int
     folder: Path | None  # None on the other ranks
@@ -45,7 +45,7 @@ class MediaLog:
     def image(self, name: str, picture: Any) -> None:
         """Write a picture as PNG.
 
-        It is a PIL image, or a tensor or array of uint8 or floats in [0, 1], (H, W), (H, W, 3), (3, H, W) or (1, H, W).
+        A PIL image, or a tensor or array of uint8 or 0-to-1 floats, shaped (H, W), (H, W, 3), (3, H, W) or (1, H, W).
         """
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 
@@ -134,7 +134,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """If `action` is "start", create the trackers. Otherwise, call that method of each. Drop those that fail."""
+        """If `action` is "start", create the trackers. Otherwise, call each tracker's `action`. Drop any that fail."""
         for name in list(self._trackers):
             try:
                 if action == "start":

@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, write it as step_<step>.pt, and delete older files, so that `keep_last` remain up to this step.
+        Otherwise, write it as step_<step>.pt. Of such files up to this step, keep only the newest `keep_last`.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0, and return its result. Other ranks get meta tensors as weights and optimizer state."""
+    """Return what `read` returns on rank 0. On other ranks, its weights and optimizer state are meta tensors."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -141,7 +141,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder, progress: Progress, 
 def check_same(
     stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str, remedy: str = CONTINUE
 ) -> None:
-    """Raise ConfigError if the two configs differ in one of `keys`. A section, such as `model`, stands for its keys."""
+    """Raise ConfigError if the configs differ in any of `keys`. A section name such as `model` means all its keys."""
     wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
     today = as_today(stored)
     lines = [line for line in differing_keys(today, present) if wanted.match(line)]
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Load `state`. If it is empty, only seed the generators. Raise ConfigError if it does not fit this run."""
+    """Restore the run from `state`. If it is empty, only seed the generators. Raise ConfigError if it does not fit."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

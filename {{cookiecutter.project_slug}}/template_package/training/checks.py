@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test forward and backward without changing the model. If is_trial, run micro_batch as if others followed it.
+    """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run,
     new or resumed, begins with this test. DDP then reorders its buckets, so all runs add gradients in the same order.
@@ -125,7 +125,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if a loss is not finite. Then clear `losses`, which holds (loss, step) pairs."""
+    """Raise FailureError on all ranks if a loss is not finite. Otherwise, clear `losses`, the (loss, step) pairs."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more

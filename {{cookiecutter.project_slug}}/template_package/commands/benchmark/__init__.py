@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """In each round, run each row once, so that a slow spell affects all rows alike. Skip rows that have failed."""
+    """In each round, measure each row's settings once, so a slow spell affects all rows alike. Skip failed rows."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -136,7 +136,7 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
 
 
 def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start run.py with its runs in `folder` and its output in `log`. On Linux, it is killed when its parent ends."""
+    """Start run.py. It saves runs in `folder` and output in `log`. On Linux, it is killed when its parent ends."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],

@@ -77,7 +77,7 @@ def show(value: Any) -> str:
 
 
 def describe_run(directory: Path) -> dict[str, Any]:
-    """Collect all that page.html shows about a single run, except for the curves."""
+    """Collect everything that page.html shows about a single run, except the curves."""
     default = {}
     with suppress(ConfigError):  # raised if a field of model.py or dataset.py has no default
         default = dotted(to_dict(build_config({})))
@@ -138,7 +138,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Group runs that differ only in the seed. Return each group's mean, standard deviation and size, best first."""
+    """Group runs that differ only in the seed. Return each group's mean result, deviation and size, best first."""
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:

@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """Make the list of runs. A run in sweep.json keeps its name and, if the config has not changed, its result."""
+        """Make the list of runs. A run in sweep.json keeps its name and, if its config is unchanged, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -241,7 +241,7 @@ class SweepRunner:
         return int(any(run.status not in ENDED_WELL for run in self.runs))
 
     def describe(self, run: Run) -> str:
-        """Return one line with the run's name, step, time left and latest metrics, as its log shows them."""
+        """Return one line with the run's name, step, time left and latest metrics, taken from its log."""
         log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
         progress, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
         return ", ".join([run.name, *(progress[-1] if progress else ()), *metrics[-1:]])
@@ -302,7 +302,7 @@ class SweepRunner:
         tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
 
     def write(self) -> None:
-        """Write sweep.json, with all runs and with the mean of each group of runs that differ only in the seed."""
+        """Write sweep.json: all runs, and the mean result of each group of runs that differ only in the seed."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
         runs = [*map(vars, self.runs), *self.former]  # runs that the sweep file no longer names stay listed
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
