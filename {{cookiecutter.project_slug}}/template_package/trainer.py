@@ -108,7 +108,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find a micro-batch size that fits in memory, test a step and an evaluation, and open the output files."""
+        """Find a micro-batch size that fits in memory, try one step and one evaluation, and open the output files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -132,8 +132,8 @@ class Trainer:
         return memory
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Run one optimizer step without waiting for the device. Return figures and the gradient norm before clipping.
-        Averaged over ranks, the figures (loss and, if is_logged, training metrics) are those of the global batch.
+        """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
+        The metrics (loss and, if is_logged, more) describe the global batch once they are averaged over all ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

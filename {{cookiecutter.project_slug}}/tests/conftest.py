@@ -155,7 +155,7 @@ class Project:
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
         """Run a command and return its output. Fail if its exit code is not `code`.
 
-        If `command` is set (see start()), start a new process. If not, run `script` faster, in an existing process.
+        If `command` is set (see start()), start a new process. If not, run `script` in an existing one, to save time.
         """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))

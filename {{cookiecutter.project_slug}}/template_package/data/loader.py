@@ -206,7 +206,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, indices) for each global batch, endlessly, from `position` of `epoch` on. See epoch_order()."""
+        """Yield (epoch, indices) for each global batch, without end. The first one begins at `position` of `epoch`."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -382,7 +382,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor. It is 0 if request.num_samples is 0."""
+    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor: 0 if none of its samples count."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)

@@ -35,7 +35,7 @@ RunFunction = Callable[[int, int, Config], None]
 
 
 class Node(NamedTuple):
-    """Describes this node's part of a run: the devices of the ranks on this node, and the launcher, if there is one."""
+    """Describes this node's part of a run: the devices of its ranks, and the launcher (such as torchrun), if any."""
 
     devices: Devices
     num_ranks: int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)

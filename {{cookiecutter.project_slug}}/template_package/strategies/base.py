@@ -146,7 +146,7 @@ class Strategy:
         """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""
 
     def synchronize_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, because BatchNorm's differ. Call this before evaluating and saving."""
+        """Copy rank 0's buffers to all ranks before evaluating and saving, because BatchNorm buffers differ by rank."""
         for buffer in self.module.buffers() if self.context.world_size > 1 else ():
             dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed tensor
             buffer.copy_(whole)

@@ -43,9 +43,9 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write a picture as PNG.
+        """Write `picture` as PNG: a PIL image, or a tensor or array of uint8 values or of floats from 0 to 1.
 
-        A PIL image, or a tensor or array of uint8 or 0-to-1 floats, shaped (H, W), (H, W, 3), (3, H, W) or (1, H, W).
+        A tensor or array must have shape (H, W), (H, W, 3), (3, H, W) or (1, H, W).
         """
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))
 

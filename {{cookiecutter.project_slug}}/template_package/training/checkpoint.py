@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, write it as step_<step>.pt. Of such files up to this step, keep only the newest `keep_last`.
+        Otherwise, write it as step_<step>.pt. Of the files for this and earlier steps, keep the newest `keep_last`.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` returns on rank 0. On other ranks, its weights and optimizer state are meta tensors."""
+    """Call `read` on rank 0 and share its result. Other ranks get meta tensors for weights and optimizer state."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Restore the run from `state`. If it is empty, only seed the generators. Raise ConfigError if it does not fit."""
+    """Restore `state`. If it is empty, only seed the random generators. Raise ConfigError if it does not fit the run."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -1,4 +1,4 @@
-"""Evaluates the model. Each sample is evaluated by exactly one rank. Means use the sums and counts of all ranks."""
+"""Evaluates the model. Exactly one rank evaluates each sample. Means are taken over the samples of all ranks."""
 
 import logging
 import math

@@ -111,7 +111,7 @@ def main(line: CommandLine) -> int:
 
 
 def _run_rounds(rows: list[Row], arguments: list[str], num_rounds: int, folder: Path) -> None:
-    """In each round, measure each row's settings once, so a slow spell affects all rows alike. Skip failed rows."""
+    """Benchmark each row's settings once per round, so a slow spell affects all rows alike. Skip rows that failed."""
     for number in range(num_rounds):
         first = number * len(rows) // num_rounds  # each round has another order, which favours none
         for row in (row for row in rows[first:] + rows[:first] if not row.reason):
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: median measurements, command, and speed-up over the first such row.
 
-    `is_loss_wrong` is true if the loss is NaN, or fell too little: less than about half as much as in the first row.
+    `is_loss_wrong` is true if the loss is NaN or fell by less than about half as much as in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
