@@ -382,7 +382,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor: 0 if none of its samples count."""
+    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor: 0 if no sample counts toward the loss."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -412,7 +412,7 @@ def get_random_states(*devices: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
-    """Restore the states that get_random_states() returned. CUDA states for which `devices` has no GPU are ignored."""
+    """Restore the states that get_random_states() returned. Ignore CUDA states with no matching GPU in `devices`."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     numpy.random.set_state((name, keys.numpy(), *rest))

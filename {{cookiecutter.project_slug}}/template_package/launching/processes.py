@@ -169,7 +169,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def raise_stop(number: int) -> NoReturn:
-    """Handle signal `number`: raise StopRun with exit code 130 or 143. During training, StopRequest handles signals."""
+    """Handle signal `number` by raising StopRun (exit code 130 or 143). In training, StopRequest is used instead."""
     raise StopRun(128 + number)
 
 

@@ -43,7 +43,7 @@ class MediaLog:
     show: Callable[..., None]  # hands the file to the trackers
 
     def image(self, name: str, picture: Any) -> None:
-        """Write `picture` as PNG: a PIL image, or a tensor or array of uint8 values or of floats from 0 to 1.
+        """Save `picture` as PNG. It can be a PIL image, or a tensor or array of uint8 values or floats from 0 to 1.
 
         A tensor or array must have shape (H, W), (H, W, 3), (3, H, W) or (1, H, W).
         """

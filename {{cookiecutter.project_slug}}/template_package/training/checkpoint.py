@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Restore `state`. If it is empty, only seed the random generators. Raise ConfigError if it does not fit the run."""
+    """Restore `state`. If it is empty, only seed the RNGs. Raise ConfigError if it does not match this run."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test forward and backward without changing the model. If is_trial, act as if more micro-batches followed.
+    """Test a forward and backward pass without changing the model. If is_trial, gradients need not be averaged.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run,
     new or resumed, begins with this test. DDP then reorders its buckets, so all runs add gradients in the same order.

@@ -1,7 +1,7 @@
-"""`python run.py sweep FILE`: does many training runs, in parallel if possible. Rerun it to resume the sweep.
+"""`python run.py sweep FILE`: starts many training runs, in parallel if possible. Rerun it to resume the sweep.
 
-Each run is a child process `python run.py …`, whose files go to runs/<sweep>/. It waits for free GPUs, locks them,
-and can resume. If the sweep is stopped, its runs stop, too. A restarted sweep reads sweep.json and the runs' files.
+Each run is a child process `python run.py …` with its files in runs/<sweep>/. A run waits for free GPUs, locks them,
+and can be resumed. Stopping the sweep stops its runs. A restarted sweep reads sweep.json and the runs' files.
 """
 
 import json
