@@ -54,7 +54,7 @@ def test_gradient_reaches_every_parameter() -> None:
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
-    """Splitting a batch must not change its gradient. BatchNorm breaks this, as does a loss not averaged over samples."""
+    """Splitting a batch must not change its gradient. BatchNorm, or a loss not averaged over samples, breaks this."""
     model, batch = make_model(), make_batch(20)
     parameters = list(model.parameters())
     whole = torch.autograd.grad(compute_loss(model, batch)[0], parameters)

@@ -56,7 +56,7 @@ class MediaLog:
             sys.modules["matplotlib.pyplot"].close(figure)
 
     def text(self, name: str, text: str) -> None:
-        """Write `text` to a file. TensorBoard and Trackio show the text as Markdown."""
+        """Save `text` in a .txt file, which trackers such as TensorBoard show as Markdown."""
         self._write(name, ".txt", lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write(self, name: str, suffix: str, save: Callable[[Path], object]) -> None:

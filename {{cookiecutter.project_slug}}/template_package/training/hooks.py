@@ -1,4 +1,4 @@
-"""Calls the optional functions of model.py for the trainer, and warns if a function's name looks misspelt."""
+"""Calls the optional functions in model.py for the trainer, and warns if a function's name looks misspelt."""
 
 import logging
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def figures_of(loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
-    """Call on_epoch_begin() of model.py for each of `epochs`. Return True if a parameter's requires_grad changed."""
+    """Call on_epoch_begin() in model.py for each of `epochs`. Return True if a parameter's requires_grad changed."""
     on_epoch_begin = getattr(user_model, "on_epoch_begin", lambda *_: None)
     former = [parameter.requires_grad for parameter in model.parameters()]
     for epoch in epochs:
@@ -48,7 +48,7 @@ def call_on_epoch_begin(model: nn.Module, epochs: range) -> bool:
 
 
 def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
-    """Call after_step(model, step, log) of model.py, if defined. Then restore the random generators' states."""
+    """Call after_step(model, step, log) in model.py, if defined. Then reset random generators to their old states."""
     if (after_step := getattr(user_model, "after_step", None)) is not None:
         with torch.no_grad(), generators_restored(*strategy.context.devices), strategy.autocast():
             after_step(strategy.evaluation_model, step, tracking.log(step))
@@ -56,7 +56,7 @@ def call_after_step(strategy: Strategy, step: int, tracking: Any) -> None:
 
 @torch.no_grad()
 def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
-    """Call on_evaluation_end(model, log) of model.py, if defined. If the call fails, log a warning and continue."""
+    """Call on_evaluation_end(model, log) in model.py, if defined. If the call fails, log a warning and continue."""
     if (on_evaluation_end := getattr(user_model, "on_evaluation_end", None)) is not None:
         with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
             try:

@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
+    """Write summary.json and the best weights on rank 0. Return `summary`, completed. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
