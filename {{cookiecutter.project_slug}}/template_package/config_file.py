@@ -25,7 +25,7 @@ def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
 
 
 def our_word(key: str, value: str) -> str | None:
-    """Translate another tool's setting to this project's `key=value`. Return None if the key is unknown."""
+    """Translate another tool's setting into this project's "key=value" text. Return None if the key is unknown."""
     name = key.lower().rpartition(".")[2]
     ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
     if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):

@@ -22,7 +22,7 @@ NUM_CLASSES = 10  # targets are below it; a model that tells fewer classes apart
 
 @dataclass
 class DataConfig:
-    """The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
+    """The keys under `data:` in config.yaml. Each key's pydantic Field says which values are allowed."""
 
     validation_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15
     test_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.15

@@ -14,7 +14,7 @@ class FailureError(ConfigError):
 
 
 class StopRun(SystemExit):
-    """Ends the run on purpose, with `code` as the exit code. In a rank, any other SystemExit counts as a failure."""
+    """Ends the run on purpose, with `code` as the exit code. On a rank, any other SystemExit counts as a failure."""
 
     code: int
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelConfig:
-    """The keys under `model:` in config.yaml. pydantic's Field defines which values are allowed."""
+    """The keys under `model:` in config.yaml. Each key's pydantic Field says which values are allowed."""
 
     num_classes: Annotated[int, Field(ge=NUM_CLASSES)] = NUM_CLASSES
     channels: Annotated[int, Field(multiple_of=4, gt=0)] = 32

@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
-        The metrics (loss and, if is_logged, more) describe the global batch once they are averaged over all ranks.
+        The metrics are the loss and, if is_logged, others. Average them over all ranks to cover the global batch.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

@@ -56,8 +56,8 @@ def heed_ctrl_c() -> None:
 class Session:
     """A process that runs commands one after the other. Its code is in workload/session.py.
 
-    If a command has two or more ranks, they are real processes. They start fast, because all commands share one fork
-    server, which has imported torch already.
+    If a command needs two or more ranks, each rank runs in its own process. These start fast because all commands share
+    one fork server, which has already imported torch.
     """
 
     def __init__(self, folder: Path, output: Path) -> None:
@@ -65,7 +65,7 @@ class Session:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
-        """Run a command. Return the exit code, which is None if the command does not end in time, and the output."""
+        """Run a command. Return its exit code (None if it does not finish in time) and its output."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
@@ -153,9 +153,9 @@ class Project:
         )
 
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
-        """Run a command and return its output. Fail if its exit code is not `code`.
+        """Run a script with the arguments `words` and return its output. Fail if its exit code is not `code`.
 
-        If `command` is set (see start()), start a new process. If not, run `script` in an existing one, to save time.
+        If `command` is set (see start()), start a new process with it. If not, reuse a process, to save time.
         """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))
@@ -208,7 +208,7 @@ class Project:
         return content
 
     def checkpoint(self, name: str, step: int) -> dict[str, Any]:
-        """Load the run's checkpoint of this step."""
+        """Load the checkpoint that the run saved at this step."""
         import torch
 
         path = self.directory(name) / "checkpoints" / f"step_{step:08d}.pt"

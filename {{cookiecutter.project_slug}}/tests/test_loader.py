@@ -23,7 +23,7 @@ from template_package.training.evaluation import EvaluationLoader
 
 @pytest.fixture(autouse=True)
 def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore `collate` in your dataset.py and `loss_weight` in your model.py, which would not fit these tests' data."""
+    """Ignore your own `collate` (dataset.py) and `loss_weight` (model.py): they may not work with the test data."""
     monkeypatch.setattr(loader_module, "_collate", default_collate)
     monkeypatch.setattr(loader_module, "_loss_weight", None)
 
@@ -290,7 +290,7 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
 def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
     """Draw a normally distributed number in each step. Reading samples must not change these numbers.
 
-    The generators make such numbers in pairs and store the second one. Reading must not lose this stored number.
+    Random generators make such numbers in pairs and store the second. Reading a sample must not discard it.
     """
 
     def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:

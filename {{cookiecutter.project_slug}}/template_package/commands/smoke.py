@@ -1,6 +1,6 @@
 """`python run.py smoke`: tests that your model trains, saves, resumes and evaluates on two CPU ranks.
 
-The command checks the files of its test runs, and then deletes the files. If the test fails, .smoke/log.txt is kept.
+It checks the files that its test runs write, then deletes them. If the test fails, it keeps .smoke/log.txt.
 """
 
 import json

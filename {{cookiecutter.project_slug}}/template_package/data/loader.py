@@ -1,7 +1,7 @@
 """Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
 
-An epoch's shuffled samples are cut into global batches, a global batch into one share per rank, and a share into micro-
-batches. All of this is computed from seed, epoch and position. So a run can resume anywhere, on any number of ranks.
+Each epoch's shuffled samples are split into global batches, then into shares per rank, then into micro-batches. This
+depends only on seed, epoch and position, so a run can resume at any point on any number of ranks.
 """
 
 import ctypes
@@ -103,7 +103,7 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     """Reorder an epoch's indices so that samples of similar lengths share a global batch, which saves padding.
 
     In each group of WINDOW global batches (`size` samples each), samples are sorted by length and batched again. Then
-    all the epoch's batches are shuffled. A last batch that is shorter than the others stays at the end, unsorted.
+    all the epoch's batches are shuffled. If the last batch has fewer samples, it stays at the end, unsorted.
     """
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return a step's largest micro-batch for a dry run, or its smallest if choose=min."""
+        """For a dry run, return the largest micro-batch (choose=min: smallest) of the step at this position."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -441,7 +441,7 @@ def raw_states() -> dict[str, Any]:
 
 @contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """When this context ends, reset the random generators of the CPU and of CUDA `devices` to their former states."""
+    """On exit, restore the random generators of the CPU and the given CUDA devices to their state on entry."""
     states = get_random_states(*devices)
     try:
         yield

@@ -1,7 +1,7 @@
 """Reads a stream: a training set that can only be iterated. Each loader worker of each rank reads a part of it.
 
-To the rest of the package, a stream is one endless epoch. This file reads the stream in passes: when all parts have
-ended, a new pass begins. Each rank's cursor, which checkpoints store, says how far it has got through its parts.
+To the rest of the package, a stream is one endless epoch. This file reads it in passes: once every part has been read,
+a new pass begins. Checkpoints store each rank's cursor: how far it has got through its parts.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class StreamLoader(TrainLoader):
-    """Reads this rank's micro-batches of a stream. In each step, all ranks run the same number of micro-batches.
+    """Reads this rank's micro-batches from a stream. All ranks run the same number of micro-batches per step.
 
-    A rank whose data has ended repeats its first micro-batch, with weight 0, until the data of all ranks has ended.
+    A rank that runs out of data repeats its first micro-batch, with weight 0, until all ranks have run out.
     """
 
     _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0

@@ -76,7 +76,7 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
-    """Return rank 0's tensor, copied to this rank's device. The other ranks pass meta tensors.
+    """Copy rank 0's `value` to this rank's device and return it. On other ranks, `value` is a meta tensor.
 
     If `like` is a DTensor of the same shape, the result is sharded in the same way.
     """

@@ -33,7 +33,7 @@ class DataParallelStrategy(Strategy):
 
 class _DataParallel(ShowsModule, nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the model copies with the caller's autocast dtype, which torch's threads would not use by themselves."""
+        """Run each model copy in its own thread with the caller's autocast dtype. New threads do not inherit it."""
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             calls: Any = [partial(torch.autocast("cuda", dtype)(type(copy).__call__), copy) for copy in replicas]

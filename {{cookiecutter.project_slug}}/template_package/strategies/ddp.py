@@ -38,7 +38,7 @@ class DistributedDataParallelStrategy(Strategy):
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
-        """Return DDP's no_sync(), except for the last micro-batch, whose backward averages gradients over ranks."""
+        """Return DDP's no_sync(), or a do-nothing context for the last micro-batch so that gradients are averaged."""
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:

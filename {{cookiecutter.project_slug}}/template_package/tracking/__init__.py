@@ -1,4 +1,4 @@
-"""Shows and records a run while it trains: metrics.jsonl, a progress bar, pictures, trackers and a log for each rank.
+"""Shows and records training progress with metrics.jsonl, a progress bar, pictures, trackers and a log per rank.
 
 A tracker is a file in this folder with a class `Tracker`. Rank 0 sends all Python output to the console and its log.
 Other ranks send all of stdout and stderr to their logs, including the output of C++ code and NCCL.
@@ -56,7 +56,7 @@ class MediaLog:
             sys.modules["matplotlib.pyplot"].close(figure)
 
     def text(self, name: str, text: str) -> None:
-        """Save `text` in a .txt file, which trackers such as TensorBoard show as Markdown."""
+        """Save `text` in a .txt file and pass it to the trackers. Some, such as TensorBoard, show it as Markdown."""
         self._write(name, ".txt", lambda path: path.write_text(text, encoding="utf-8"))
 
     def _write(self, name: str, suffix: str, save: Callable[[Path], object]) -> None:
@@ -175,7 +175,7 @@ def _as_image(picture: Any) -> Any:
 
 @contextmanager
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
-    """In the `with` block, logs/rank_<r>.log records what this rank prints and logs, and uncaught exceptions."""
+    """Inside the `with` block, save this rank's output, logs and uncaught exceptions to logs/rank_<r>.log."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
@@ -212,7 +212,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
 
 
 class _Output(io.FileIO):
-    """Clears the progress bar, writes text to `file` (the console or a rank's log), and copies it to `log`, if any."""
+    """Clears the progress bar before writing text to `file`, and also writes the text to `log` if one is given."""
 
     def __init__(self, file: Path | int, log: "_Output | None" = None) -> None:
         super().__init__(file, "a", closefd=isinstance(file, Path))

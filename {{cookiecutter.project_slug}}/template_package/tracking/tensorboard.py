@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker:
-    """Writes scalars, pictures and texts. When a run resumes, TensorBoard hides the old points of repeated steps."""
+    """Writes scalars, images and text. If a resumed run repeats steps, TensorBoard hides the old points for them."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)

@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, write it as step_<step>.pt. Of the files for this and earlier steps, keep the newest `keep_last`.
+        Otherwise, write it as step_<step>.pt, then delete all but the newest `keep_last` files up to this step.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0 and share its result. Other ranks get meta tensors for weights and optimizer state."""
+    """Call `read` on rank 0. Other ranks get its result with meta tensors in place of weights and optimizer state."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:

@@ -1,4 +1,4 @@
-"""Evaluates the model. Exactly one rank evaluates each sample. Means are taken over the samples of all ranks."""
+"""Evaluates the model. Each sample is evaluated by exactly one rank. Means cover the samples of all ranks."""
 
 import logging
 import math
@@ -57,7 +57,7 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        If num_parts is 1, evaluate only the first micro-batch. If 2, split it into two halves and skip the metrics.
+        If num_parts is 1 or 2, use only the first micro-batch. If it is 2, run it in halves and skip the metrics.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

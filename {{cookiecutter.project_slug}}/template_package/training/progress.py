@@ -54,7 +54,7 @@ class Progress:
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Record an evaluation. Return True if it is the best so far. After many others, lower the learning rate."""
+        """Return True if this is the best evaluation so far. After too many that are not, lower the learning rate."""
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):
@@ -86,7 +86,7 @@ class Progress:
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Convert another run's state: keep its position in the data, and recompute the step for this batch size."""
+        """Adapt another run's state: keep its place in the data, but recount its steps with this run's batch size."""
         size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
         if position >= self.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0

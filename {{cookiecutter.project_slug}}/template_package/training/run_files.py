@@ -65,7 +65,7 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
 
 
 def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
-    """On rank 0, write config.yaml and environment.json, and delete any summary.json left by an earlier start."""
+    """On rank 0, write config.yaml and environment.json, and delete any summary.json from an earlier launch."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Write summary.json and the best weights on rank 0. Return `summary`, completed. All ranks must call this."""
+    """Write summary.json and the best weights on rank 0. Return the completed summary. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler that records steps[0] to steps[1] in profile/rank_<r>.json. Return None if they are done."""
+    """Profile steps[0] to steps[1] into profile/rank_<r>.json. Return None if no steps are left to profile."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

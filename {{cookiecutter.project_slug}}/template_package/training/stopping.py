@@ -40,7 +40,7 @@ def beat() -> None:
 
 
 class StopRequest:
-    """Receives stop signals. Before each step or evaluation batch, the trainer stops if allows() returns False."""
+    """Receives stop signals. Before each step or evaluation batch, the trainer asks allows() whether to go on."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None

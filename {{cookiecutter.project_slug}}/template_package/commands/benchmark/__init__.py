@@ -147,7 +147,7 @@ def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.P
 
 
 def read_run(directory: Path) -> dict[str, Any]:
-    """Return the figures of a finished run. The speed is a median over the lines of metrics.jsonl after the warm-up."""
+    """Return a finished run's measurements. Speed is the median over the lines of metrics.jsonl after the warm-up."""
     run, lines = read_json(directory / "environment.json"), read_metrics(directory)["train"]
     run |= read_json(directory / "summary.json")
     speed = median(line["samples_per_second"] for line in lines if line["step"] > NUM_WARM_UP_STEPS)
@@ -168,7 +168,7 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row that ran: median measurements, command, and speed-up over the first such row.
 
-    `is_loss_wrong` is true if the loss is NaN or fell by less than about half as much as in the first row.
+    `is_loss_wrong` is true if the loss is NaN, or if its drop is less than about half that of the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Machine:
-    """Holds results that later checks need. `gpus` names the GPUs that a run would use now, for example `cuda:0`."""
+    """Holds earlier checks' results for later checks. `gpus` lists the GPUs a run would use, such as `cuda:0`."""
 
     line: CommandLine
     nvml: Any = None
@@ -125,7 +125,7 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check the free space in /dev/shm. Loader workers use it for batches, and NCCL uses it between some GPUs."""
+    """Check the free space in /dev/shm, which loader workers use for batches and NCCL for some GPU transfers."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
@@ -202,7 +202,7 @@ def check_gloo(machine: Machine) -> Iterator[Finding]:
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
-    """Run an all-reduce over all GPUs that a run would use. Even with a single GPU, this shows that kernels run."""
+    """Run an all-reduce over every GPU that training would use. Even with one GPU, this tests that kernels work."""
     if machine.gpus:
         yield _all_reduce("GPU link", machine.gpus, machine.config)
 
