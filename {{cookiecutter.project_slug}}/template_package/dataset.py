@@ -1,4 +1,4 @@
-"""Yours to write: the data. This example uses the 1,797 handwritten digits that come with scikit-learn.
+"""Your data set. This example uses the 1,797 handwritten digits that come with scikit-learn.
 
 Rewrite this file for your own data. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
 model.py. `run.py predict` uses `read_inputs`. A data set may define two attributes with one number per sample:

@@ -1,4 +1,4 @@
-"""Yours to write: the model and its loss. In this example, a small convolutional network classifies 8x8 images.
+"""Your model and its loss. In this example, a small convolutional network classifies 8x8 images.
 
 Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`. `run.py predict` uses `predict`. You may add these optional functions: `loss_weight`,

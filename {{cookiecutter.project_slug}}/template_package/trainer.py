@@ -108,7 +108,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find a micro-batch size that fits in memory, try one step and one evaluation, and open the output files."""
+        """Find a micro-batch size that fits, test training and evaluation on a micro-batch, and open output files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
-        The metrics are the loss and, if is_logged, others. Average them over all ranks to cover the global batch.
+        The metrics are the loss and, if is_logged, others. The caller must average them over all ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
@@ -226,7 +226,7 @@ class Trainer:
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() for each new epoch up to `epoch`. Return True if it froze or unfroze a parameter."""
+        """Call on_epoch_begin() once for each epoch up to `epoch`. Return True if it froze or unfroze a parameter."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)

@@ -1,4 +1,4 @@
-"""Yours to write: the data. This example uses image files, with one folder for each class.
+"""Your data set. This example uses image files, with one folder for each class.
 
 To use your own images, set `data.folder` in config.yaml. For other data, rewrite this file. The trainer uses
 `DataConfig` and `build_datasets`, and passes each batch to model.py. `run.py predict` uses `read_inputs`.

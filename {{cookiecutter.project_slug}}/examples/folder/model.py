@@ -1,4 +1,4 @@
-"""Yours to write: the model and its loss. In this example, a residual network or a pretrained model classifies images.
+"""Your model and its loss. In this example, a residual network or a pretrained model classifies images.
 
 Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`. `run.py predict` uses `predict`. README.md explains the optional functions.

@@ -1,4 +1,4 @@
-"""Yours to write: the data. This example uses blocks of a text, in which each byte is a token.
+"""Your data set. This example uses blocks of a text, in which each byte is a token.
 
 To use your own text, set `data.train_file` in config.yaml. The file may also be a .bin file of token ids in uint16, as
 nanoGPT's prepare.py writes it. In that case, make `encode` and `decode` use the tokenizer of that file. The trainer

@@ -1,4 +1,4 @@
-"""Yours to write: the model and its loss. In this example, a small GPT (Radford et al. 2019) learns to continue a text.
+"""Your model and its loss. In this example, a small GPT (Radford et al. 2019) learns to continue a text.
 
 Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`
 and `update_metrics`. `run.py predict` uses `predict`. README.md explains the optional functions.

@@ -1,4 +1,4 @@
-"""Yours to write: the data. This short example makes up samples with two inputs and a number to predict.
+"""Your data set. This short example makes up samples with two inputs and a number to predict.
 
 Replace everything that is marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
 model.py. You may add the functions `collate` and `read_inputs` (for `run.py predict`), and give a data set the

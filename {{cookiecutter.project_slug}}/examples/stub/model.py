@@ -1,4 +1,4 @@
-"""Yours to write: the model and its loss. This short example, which you overwrite, is a regression on two inputs.
+"""Your model and its loss. This short example, which you overwrite, is a regression on two inputs.
 
 Replace everything that is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`,
 `build_metrics` and `update_metrics`. You may add these optional functions: `predict`, `loss_weight`,

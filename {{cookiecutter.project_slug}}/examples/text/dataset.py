@@ -1,4 +1,4 @@
-"""Yours to write: the data. This example uses labelled sentences from a JSON, JSON lines, CSV or TSV file.
+"""Your data set. This example uses labelled sentences from a JSON, JSON lines, CSV or TSV file.
 
 To use your own sentences, set `data.train_file` in config.yaml. For other data, rewrite this file. The trainer uses
 `DataConfig` and `build_datasets`, and passes each batch to model.py. `run.py predict` uses `read_inputs`. To split

@@ -1,4 +1,4 @@
-"""Yours to write: the model and its loss. In this example, small transformer encoders vote on the class of a sentence.
+"""Your model and its loss. In this example, small transformer encoders vote on the class of a sentence.
 
 They are trained from scratch. If `model.pretrained` names a Hugging Face sequence classifier, it is fine-tuned instead.
 Rewrite this file for your own model. The trainer uses `ModelConfig`, `build_model`, `compute_loss`, `build_metrics`

@@ -68,7 +68,7 @@ def _train_resume_evaluate(settings: list[str]) -> int:
 
 
 def _run(task: str, arguments: list[str], command: str = "train") -> None:
-    """Start run.py with its output in .smoke/. If it fails, raise AssertionError with the last 20 lines of log.txt."""
+    """Run run.py with its output in .smoke/. If it fails, raise AssertionError with the last 20 lines of log.txt."""
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}

@@ -1,7 +1,7 @@
 """Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
 
-Each epoch's shuffled samples are split into global batches, then into shares per rank, then into micro-batches. This
-depends only on seed, epoch and position, so a run can resume at any point on any number of ranks.
+Each epoch is shuffled and split into global batches, then into a share per rank, then into micro-batches. Global
+batches depend only on the seed and the epoch, so a run can resume at any point on any number of ranks.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
     """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
     If `weights` are given, samples are drawn with replacement, in proportion to weight, and i * num_samples is added
-    to the i-th index. The sum seeds the augmentation, so repeats of a sample are augmented differently.
+    to the i-th index, so that repeats get different augmentation seeds. The sample is index % num_samples.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -187,7 +187,7 @@ class TrainLoader:
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """For a dry run, return the largest micro-batch (choose=min: smallest) of the step at this position."""
+        """For a dry run, return the largest micro-batch of the step at this position, or the smallest if choose=min."""
         requests = self._share(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
@@ -431,7 +431,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the random generators' states. random.getstate() and NumPy's get_state() would be 20 times slower."""
+    """Return the generators' states as bytes, to compare them. Python's and NumPy's getters are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -90,9 +90,9 @@ def is_loopback(address: str) -> bool:
 
 
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
-    """Make gloo and NCCL use the network interface `wanted`. If it is None, gloo uses the first that applies:
+    """Make gloo and NCCL use the network interface `wanted`. If it is None, choose an interface for gloo.
 
-    the one in GLOO_SOCKET_IFNAME; loopback, if all ranks are on one machine; the one that leads to `address`.
+    Gloo uses the one in GLOO_SOCKET_IFNAME, else loopback on one machine, else the one that leads to `address`.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -22,7 +22,7 @@ BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy:
-    """Trains on one device. `module` is the user's model. `model` is `module` itself or a wrapper around it."""
+    """Trains on one device. `module` is the user's model. compute_loss gets `model`, which is `module` or a wrapper."""
 
     model: nn.Module
     module: nn.Module
@@ -169,7 +169,7 @@ def weighted(loss: Tensor, weight: float | Tensor) -> Tensor:
 
 
 class ShowsModule(nn.Module):
-    """Wraps the user's module. The module's attributes and methods can also be accessed through the wrapper."""
+    """Wraps the user's module, whose attributes and methods are available on the wrapper, too."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, write it as step_<step>.pt, then delete all but the newest `keep_last` files up to this step.
+        Otherwise, write it as step_<step>.pt. Of this and all earlier steps, keep only the latest `keep_last` files.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)
@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Restore `state`. If it is empty, only seed the RNGs. Raise ConfigError if it does not match this run."""
+    """Restore `state` (if any) and seed the RNGs. Raise ConfigError if weight shapes or the data set's size changed."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test a forward and backward pass without changing the model. If is_trial, gradients need not be averaged.
 
-    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. New and resumed
-    runs begin with this test. It makes DDP reorder its buckets, so both add gradients in the same order.
+    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run, also
+    a resumed one, begins with this test, so that DDP always uses the same bucket order in the steps that follow.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise StopRun(75) if memory runs out in the `with` block. The run restarts with half the micro-batch size."""
+        """If memory runs out in the `with` block, save half the micro-batch size for a restart. Raise StopRun(75)."""
         try:
             yield
         except RuntimeError as error:
@@ -125,7 +125,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Raise FailureError on all ranks if any loss is not finite. Otherwise, empty the list of (loss, step) pairs."""
+    """Empty `losses`, a list of (loss, step) pairs. Raise FailureError on all ranks if a loss in it was not finite."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more

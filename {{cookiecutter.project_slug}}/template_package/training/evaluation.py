@@ -1,4 +1,4 @@
-"""Evaluates the model. Each sample is evaluated by exactly one rank. Means cover the samples of all ranks."""
+"""Evaluates the model. Each sample counts on exactly one rank. Means cover the samples of all ranks."""
 
 import logging
 import math

@@ -82,7 +82,7 @@ def write_environment(directory: Path, config: Config, context: RankContext, dev
 
 
 def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
-    """Write summary.json and the best weights on rank 0. Return the completed summary. All ranks must call this."""
+    """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
     context = strategy.context
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Profile steps[0] to steps[1] into profile/rank_<r>.json. Return None if no steps are left to profile."""
+    """Start a profiler of steps[0] to steps[1], which writes profile/rank_<r>.json. Return None if no step is left."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

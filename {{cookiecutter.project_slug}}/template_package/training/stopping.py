@@ -1,6 +1,6 @@
 """Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
-If `python run.py` with several ranks receives SIGTERM, this happens:
+If `python run.py` with several ranks receives SIGTERM, this happens (the store is torch's, which all ranks share):
 1. If no rank has reported READY to the store, the launching process kills all ranks. Otherwise, it writes STOP there.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
@@ -40,7 +40,7 @@ def beat() -> None:
 
 
 class StopRequest:
-    """Receives stop signals. Before each step or evaluation batch, the trainer asks allows() whether to go on."""
+    """Receives stop signals. The trainer calls allows() to see if it may run the next step or evaluation batch."""
 
     def __init__(self, context: RankContext) -> None:
         self.signal_number: int | None = None

@@ -57,7 +57,7 @@ than half as much as the first.
 
 @dataclass
 class Row:
-    """A table row: one way to train. `runs` holds the measurements of finished runs. `reason` says why a run failed."""
+    """A table row for one training setup. `runs` holds the measurements of its runs. `reason` says why a run failed."""
 
     name: str
     arguments: list[str]  # key=value

@@ -125,7 +125,7 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
-    """Check the free space in /dev/shm, which loader workers use for batches and NCCL for some GPU transfers."""
+    """Check the free space in /dev/shm. Loader workers put batches there, and NCCL uses it for some transfers."""
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)

@@ -138,7 +138,10 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 
 
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
-    """Group runs that differ only in the seed. Return each group's mean result, deviation and size, best first."""
+    """Group runs that differ only in the seed. Return the groups, best first.
+
+    Each group has the mean and the standard deviation of its runs' results, and its size.
+    """
     groups: dict[str, list[float]] = {}
     for settings, value in results:
         if value is not None:

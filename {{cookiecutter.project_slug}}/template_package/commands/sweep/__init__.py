@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """Make the list of runs. A run in sweep.json keeps its name and, if its config is unchanged, its result."""
+        """Make the list of runs. A run in sweep.json keeps its name and, if the config is the same, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -302,7 +302,7 @@ class SweepRunner:
         tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
 
     def write(self) -> None:
-        """Write sweep.json: all runs, and the mean result of each group of runs that differ only in the seed."""
+        """Write sweep.json: the runs, the base config, and the mean result of runs that differ only in the seed."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
         runs = [*map(vars, self.runs), *self.former]  # runs that the sweep file no longer names stay listed
         content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
