@@ -54,7 +54,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of one micro-batch, and the logits.
 
     `batch.inputs` is (B, 1, 8, 8) float32 in [0, 1], and `batch.targets` is (B,) int64 class ids.
-    The loss is a scalar, the mean over these B samples of this rank. The logits are (B, num_classes).
+    The loss is a scalar, the mean over this rank's B samples. The logits are (B, num_classes).
     Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
     """
     logits = model(batch.inputs)
@@ -76,5 +76,5 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:
-    """Add one evaluated micro-batch of this rank to the metrics. The trainer combines the metrics of all ranks."""
+    """Update this rank's metrics with one evaluation micro-batch. The trainer combines the metrics of all ranks."""
     metrics.update(outputs, batch.targets)

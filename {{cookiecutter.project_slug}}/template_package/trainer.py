@@ -73,7 +73,7 @@ class Trainer:
         return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
-        """Start or resume the run and train to its end. Raise StopRun(128 + signal number) if a signal stops it."""
+        """Start or resume the run and train to the end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
             if self.is_complete and from_main((self.directory / "summary.json").exists):  # False if a kill came first
@@ -108,7 +108,7 @@ class Trainer:
         self.finish()
 
     def begin(self) -> MemoryLimit:
-        """Find a micro-batch size that fits, test training and evaluation on a micro-batch, and open output files."""
+        """Find a micro-batch size that fits in memory, try out training and evaluation, and open the output files."""
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
-        The metrics are the loss and, if is_logged, others. The caller must average them over all ranks.
+        If is_logged, the metrics include more than the loss. The caller must average them over all ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

@@ -1,4 +1,4 @@
-"""Tests that training with any number of ranks and micro-batches equals training in one process on whole batches."""
+"""Tests that training split over ranks and micro-batches matches training in one process on whole batches."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class CommandLine:
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
         For an existing run, `evaluate` and `predict` use its config.yaml, but take `name`, `device_ids`, `launch`,
-        `loader` and `evaluation` from the config file. With --config or under a launcher, they use only that file.
+        `loader` and `evaluation` from the config file. With --config or a launcher, they ignore the run's own file.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

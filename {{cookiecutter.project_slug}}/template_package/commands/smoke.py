@@ -1,6 +1,6 @@
 """`python run.py smoke`: tests that your model trains, saves, resumes and evaluates on two CPU ranks.
 
-It checks the files that its test runs write, then deletes them. If the test fails, it keeps .smoke/log.txt.
+It checks the files written by its test runs, then deletes them. If the test fails, it keeps .smoke/log.txt.
 """
 
 import json

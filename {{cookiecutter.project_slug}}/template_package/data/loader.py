@@ -221,7 +221,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Yield a Request for each micro-batch of this rank's share. Shares differ in size by at most one sample."""
+        """Yield a Request per micro-batch of this rank's part of global_batch. Parts differ by at most one sample."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
         # since its BatchNorm statistics are the ones that are saved.
@@ -382,7 +382,7 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
-    """Return the weight of this micro-batch's mean loss, as a 0-dim tensor: 0 if no sample counts toward the loss."""
+    """Return this micro-batch's loss weight as a 0-dim tensor. It is 0 if no sample counts toward the loss."""
     weight: Any = micro_batch.request.num_samples
     if _loss_weight is not None and weight:
         weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
@@ -431,7 +431,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the generators' states as bytes, to compare them. Python's and NumPy's getters are 20 times slower."""
+    """Return the random generators' states as raw bytes. Python's and NumPy's own getters are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -105,7 +105,7 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
 
 
 def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
-    """Run one rank and return its exit code. If `console` is None, the launching process prints the rank's failure."""
+    """Run one rank and return its exit code. If `console` is None, the launching process reports any error."""
     # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
     if console is None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test a forward and backward pass without changing the model. If is_trial, gradients need not be averaged.
+    """Test a forward and backward pass, leaving the model unchanged. A trial need not average the gradients.
 
     Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run, also
     a resumed one, begins with this test, so that DDP always uses the same bucket order in the steps that follow.
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in the `with` block, save half the micro-batch size for a restart. Raise StopRun(75)."""
+        """If memory runs out in a `with` block, save half the micro-batch size for a restart and raise StopRun(75)."""
         try:
             yield
         except RuntimeError as error:
@@ -125,7 +125,7 @@ class MemoryLimit:
 
 
 def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None:
-    """Empty `losses`, a list of (loss, step) pairs. Raise FailureError on all ranks if a loss in it was not finite."""
+    """Check the (loss, step) pairs and clear the list. Raise FailureError on all ranks if any loss is not finite."""
     if not losses:  # on all ranks alike
         return
     values, steps = zip(*losses, strict=True)  # all at once: one by one would cost a small model's step a tenth more

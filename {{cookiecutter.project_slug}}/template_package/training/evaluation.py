@@ -1,4 +1,4 @@
-"""Evaluates the model. Each sample counts on exactly one rank. Means cover the samples of all ranks."""
+"""Evaluates the model. Each sample is counted on exactly one rank. Means are taken over all ranks' samples."""
 
 import logging
 import math

@@ -1,6 +1,6 @@
 """Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
-If `python run.py` with several ranks receives SIGTERM, this happens (the store is torch's, which all ranks share):
+When `python run.py` with several ranks receives SIGTERM, it stops them through the torch store that they share:
 1. If no rank has reported READY to the store, the launching process kills all ranks. Otherwise, it writes STOP there.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.

@@ -112,7 +112,7 @@ def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def class_table(path: Path) -> str:
-    """Return a file from reports/ as text for the console: the scores of each class and the confusion matrix."""
+    """Format a file from reports/ for the console: the scores of each class and the confusion matrix."""
     report = read_json(path)
     lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
     for row in rows:

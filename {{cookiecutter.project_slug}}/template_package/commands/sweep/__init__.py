@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """Make the list of runs. A run in sweep.json keeps its name and, if the config is the same, its result."""
+        """List the runs. A run already in sweep.json keeps its name and, if the config is unchanged, its result."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
