@@ -1,7 +1,4 @@
-"""`python run.py smoke`: tests that your model trains, saves, resumes and evaluates on two CPU ranks.
-
-It checks the files written by its test runs, then deletes them. If the test fails, it keeps .smoke/log.txt.
-"""
+"""`python run.py smoke`: tests that your model trains, saves, resumes and evaluates on two CPU ranks."""
 
 import json
 import math

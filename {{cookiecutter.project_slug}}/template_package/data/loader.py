@@ -69,10 +69,11 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """Return the shuffled indices of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
+    """Return the order of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
 
-    If `weights` are given, samples are drawn with replacement, in proportion to weight, and i * num_samples is added
-    to the i-th index, so that repeats get different augmentation seeds. The sample is index % num_samples.
+    Without `weights`, it holds each sample's index once, shuffled. With `weights`, indices are drawn with replacement,
+    in proportion to their weights, and i * num_samples is added to entry i. Since entries seed the augmentation, each
+    repeat of a sample is then augmented differently. entry % num_samples gives back the index.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -237,11 +238,12 @@ class TrainLoader:
 
 
 class Fetcher(Dataset[MicroBatch]):
-    """Reads the micro-batch of one Request, and leaves the random generators as they were.
+    """Reads the samples that a Request lists. Afterwards, it restores the states of the random generators.
 
-    Before each item, and again before collate, it seeds the generators that the data set is known to use, with a hash
-    of (seed, epoch, index). If the data set then uses another generator, the batch is read again with that generator
-    seeded, too. If the data set has `__getitems__`, one call, seeded once, reads all items.
+    To make augmentation repeatable, it seeds the random generators that the data set uses: before each sample with a
+    hash of (seed, epoch, index), and once more before collate. When it notices that the data set used a generator that
+    was not seeded, it reads the batch again, with this generator seeded, too. Samples that `__getitems__` reads at once
+    share one seed.
     """
 
     max_workers = 8

@@ -57,7 +57,8 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        If num_parts is 1 or 2, use only the first micro-batch. If it is 2, run it in halves and skip the metrics.
+        For a quick test, `num_parts` limits the evaluation to the first micro-batch: 1 evaluates it whole, and 2 in two
+        halves without the metrics, to compare the losses.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]
