@@ -55,7 +55,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
     `batch.inputs` is (B, 1, 8, 8) float32 in [0, 1], and `batch.targets` is (B,) int64 class ids.
     The loss is a scalar, the mean over this rank's B samples. The logits are (B, num_classes).
-    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
+    Call `model(...)` exactly once, not one of its methods: DDP needs that call to average the gradients.
     """
     logits = model(batch.inputs)
     return F.cross_entropy(logits, batch.targets), logits

@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
-        If is_logged, the metrics include more than the loss. The caller must average them over all ranks.
+        With `is_logged`, there are more metrics than the loss. The caller must average them over all ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

@@ -49,7 +49,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """REPLACE. Return the mean loss of one micro-batch, and the outputs for update_metrics and training_metrics.
 
-    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
+    Call `model(...)` exactly once, not one of its methods: DDP needs that call to average the gradients.
     """
     predictions = model(batch.first, batch.second)
     return F.mse_loss(predictions, batch.targets), predictions

@@ -153,7 +153,7 @@ class Pretrained(nn.Module):
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy over one micro-batch and all members, and the (B, num_classes) probabilities.
 
-    Call `model(...)` itself, and exactly once, since DDP averages the gradients through that call.
+    Call `model(...)` exactly once, not one of its methods: DDP needs that call to average the gradients.
     """
     logits = model(batch.inputs, batch.mask)
     targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])  # (B, num_members): each learns by itself

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test a forward and backward pass, leaving the model unchanged. A trial need not average the gradients.
+    """Test a forward and backward pass, leaving the model unchanged. If is_trial, gradients may stay unaveraged.
 
-    Raise ConfigError if compute_loss is wrong, for example if it does not call the model exactly once. Every run, also
-    a resumed one, begins with this test, so that DDP always uses the same bucket order in the steps that follow.
+    Raise ConfigError if compute_loss is wrong, such as when it does not call the model exactly once. Every run, even a
+    resumed one, begins with this test, so that DDP uses the same bucket order in all later steps.
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:

@@ -57,8 +57,8 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        For a quick test, `num_parts` limits the evaluation to the first micro-batch: 1 evaluates it whole, and 2 in two
-        halves without the metrics, to compare the losses.
+        With num_parts=1, evaluate only the first micro-batch, as a quick test. With num_parts=2, evaluate it in two
+        halves and without the metrics, so that the losses of the two tests can be compared.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

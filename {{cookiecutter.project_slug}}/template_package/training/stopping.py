@@ -4,7 +4,7 @@ When `python run.py` with several ranks receives SIGTERM, it stops them through 
 1. If no rank has reported READY to the store, the launching process kills all ranks. Otherwise, it writes STOP there.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
-4. Then allows() returns False on all ranks, the trainer saves, and all processes exit with code 143.
+4. Then allows() lets no rank begin another step, the trainer saves, and all processes exit with code 143.
 If only a single rank receives the signal, that rank writes STOP.
 """
 

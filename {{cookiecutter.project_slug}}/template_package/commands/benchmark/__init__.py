@@ -166,9 +166,10 @@ def find_reason(log: Path, exit_code: int) -> str:
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
-    """Return the results of each row that ran: median measurements, command, and speed-up over the first such row.
+    """Return the results of each row (a training setup) that has finished runs.
 
-    `is_loss_wrong` is true if the loss is NaN, or if its drop is less than about half that of the first row.
+    They are the medians of its measurements, its command, and its speed-up over the first such row. `is_loss_wrong`
+    is true if the loss is NaN, or if it fell less than about half as far as in the first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
