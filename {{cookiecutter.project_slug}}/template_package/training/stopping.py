@@ -34,7 +34,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error
 
 
 def beat() -> None:
-    """Tell hang_watch() that this rank is making progress. Call it before each step, evaluation batch and save."""
+    """Tell hang_watch() that this rank is making progress. Call this before each step, evaluation batch and save."""
     global _num_beats  # noqa: PLW0603 - one process is one rank
     _num_beats += 1
 

@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """List the runs. A run already in sweep.json keeps its name and, if the config is unchanged, its result."""
+        """Make the list of runs from the settings in the sweep file."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -194,7 +194,11 @@ class SweepRunner:
             self.add(settings)
 
     def add(self, settings: dict[str, Any]) -> Run:
-        """Add a run with these settings. If sweep.json lists the run, keep its name and, if still valid, its result."""
+        """Add a run with these settings, and return it.
+
+        If sweep.json already lists a run with these settings, keep its name. Keep its result, too, if the config that
+        all runs of the sweep share has not changed.
+        """
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
             parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
