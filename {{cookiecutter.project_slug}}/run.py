@@ -35,7 +35,7 @@ def run_fn(rank: int, world_size: int, config: "Config") -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 on success, 2 on user error, 130 or 143 if stopped, 75 to be restarted, else 1."""
+    """Run the command. Return 0 on success, 2 on user error, 130/143 if stopped, 75 to ask for a restart, else 1."""
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # it has no Unix signals, locks and sockets

@@ -157,7 +157,7 @@ class LoggingConfig:
 
 @dataclass_transform(kw_only_default=True)
 def _with_chosen_sections(config: Any) -> Any:
-    """Turn the class `config` into a dataclass, and give it a section for each file options_<section>.py found here."""
+    """Make the class `config` a dataclass, with a field for each options_<section>.py file in this folder."""
     for path in sorted(Path(__file__).parent.glob("options_*.py")):
         name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
         config.__annotations__[name] = options

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Trains the user's model on one rank. Every rank has its own Trainer, and all must make the same calls."""
+    """Trains the user's model on one rank. All ranks must call the same Trainer methods in the same order."""
 
     def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
         config = settle_precision(config, context)  # a run continues in the precision that it began with
@@ -133,7 +133,7 @@ class Trainer:
 
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
-        With `is_logged`, there are more metrics than the loss. The caller must average them over all ranks.
+        Unless `is_logged` is true, the only metric is the loss. The caller must average metrics over all ranks.
         """
         strategy, config, progress = self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate

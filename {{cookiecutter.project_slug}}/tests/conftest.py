@@ -216,7 +216,7 @@ class Project:
         return state
 
     def rewind(self, name: str, step: int, new_name: str) -> None:
-        """Copy a run without its checkpoints after `step`, so that the copy looks like a run that was killed there."""
+        """Copy a run, omitting checkpoints after `step`, so that the copy looks like a run killed at that step."""
         import torch
 
         shutil.copytree(self.directory(name), self.directory(new_name))
@@ -248,9 +248,9 @@ def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def project(template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
-    """Make a project for one test. The path of the project has a space and Japanese characters.
+    """Create a project for one test, at a path that contains a space and Japanese characters.
 
-    If there is a folder `faults` next to the test's file, model.py and dataset.py are copied from that folder.
+    If the test file has a `faults` folder beside it, model.py and dataset.py are copied from that folder.
     """
     folder = tmp_path / "my 実験"
     shutil.copytree(template_project, folder, ignore=shutil.ignore_patterns("__pycache__"))

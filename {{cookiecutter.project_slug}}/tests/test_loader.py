@@ -23,7 +23,7 @@ from template_package.training.evaluation import EvaluationLoader
 
 @pytest.fixture(autouse=True)
 def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore your own `collate` (dataset.py) and `loss_weight` (model.py): they may not work with the test data."""
+    """Disable any `collate` (dataset.py) or `loss_weight` (model.py) you wrote: it may not suit the test data."""
     monkeypatch.setattr(loader_module, "_collate", default_collate)
     monkeypatch.setattr(loader_module, "_loss_weight", None)
 

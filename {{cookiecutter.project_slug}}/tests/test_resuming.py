@@ -1,4 +1,4 @@
-"""Tests of restarting: a resumed run must equal an uninterrupted run bit for bit, and changed settings are refused."""
+"""Tests of resuming: a resumed run must match an uninterrupted one bit for bit and reject changed settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANDOM = ("model.dropout=0.3", "data.noise=0.1")
 
 
 def assert_equal(first: Any, second: Any, path: str = "") -> int:
-    """Assert that two states are equal bit for bit, except for `config`. Return the number of compared tensors."""
+    """Assert that two states match bit for bit, except for `config`. Return the number of tensors compared."""
     if isinstance(first, torch.Tensor):
         assert torch.equal(first, second), path
         return 1

@@ -172,7 +172,7 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
-    """Build the metrics besides the loss. `evaluation.metric` names the one that decides which checkpoint is best.
+    """Build the metrics other than the loss. `evaluation.metric` names the one used to choose the best checkpoint.
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """

@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
-        For an existing run, `evaluate` and `predict` use the run's own config.yaml for all settings except `name`,
-        `device_ids`, `launch`, `loader` and `evaluation`. With --config or a launcher, they do not use it at all.
+        For an existing run, `evaluate` and `predict` use that run's own config.yaml unless you pass --config or use a
+        launcher such as torchrun. They never take `name`, `device_ids`, `launch`, `loader` or `evaluation` from it.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -69,11 +69,11 @@ class MicroBatch(NamedTuple):
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """Return the order of one epoch: an int64 tensor of shape (num_samples,), the same on every rank.
+    """Return the order of the samples in one epoch: an int64 tensor (num_samples,), the same on every rank.
 
     Without `weights`, it holds each sample's index once, shuffled. With `weights`, indices are drawn with replacement,
-    in proportion to their weights, and i * num_samples is added to entry i. Since entries seed the augmentation, each
-    repeat of a sample is then augmented differently. entry % num_samples gives back the index.
+    in proportion to their weights, and i * num_samples is added to entry i. Each entry is also the random seed for
+    augmenting its sample, so repeats are augmented differently. entry % num_samples gives back the index.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
@@ -126,7 +126,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set can only be iterated: it has no __len__, or neither __getitem__ nor __getitems__."""
+    """Return True if the data set can only be iterated over: it lacks __len__, or __getitem__ and __getitems__."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -222,7 +222,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Yield a Request per micro-batch of this rank's part of global_batch. Parts differ by at most one sample."""
+        """Yield a Request for each micro-batch in this rank's share of global_batch. Share sizes differ by 1 at most."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
         # since its BatchNorm statistics are the ones that are saved.
@@ -240,10 +240,10 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads the samples that a Request lists. Afterwards, it restores the states of the random generators.
 
-    To make augmentation repeatable, it seeds the random generators that the data set uses: before each sample with a
-    hash of (seed, epoch, index), and once more before collate. When it notices that the data set used a generator that
-    was not seeded, it reads the batch again, with this generator seeded, too. Samples that `__getitems__` reads at once
-    share one seed.
+    To make augmentation repeatable, it seeds the data set's random generators from a hash of (seed, epoch, index)
+    before it reads each sample, and again before it collates the batch. If it notices that the data set used a
+    generator that was not seeded, it seeds that one too and reads the batch again. Samples that `__getitems__` reads
+    together share one seed.
     """
 
     max_workers = 8
@@ -403,7 +403,7 @@ def derive_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """Return the random states of the CPU and of CUDA `devices`. torch.load(weights_only=True) can load them."""
+    """Return the RNG states of the CPU and of the given CUDA devices. torch.load(weights_only=True) can load them."""
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),

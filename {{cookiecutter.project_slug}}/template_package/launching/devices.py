@@ -28,7 +28,7 @@ POLL_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describes one GPU. Its memory is given in bytes, and is infinite if it cannot be read."""
+    """Describes one GPU. Memory is in bytes, and is set to infinity if the amount cannot be determined."""
 
     index: int  # as nvidia-smi shows it, in the order of the PCI bus
     uuid: str = ""
@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs. If none are named, lock `number` GPUs (0 means all), provided that many are free."""
+    """Lock the `named` GPUs. If none are named, lock `number` GPUs (0 means all), as long as enough are free."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:

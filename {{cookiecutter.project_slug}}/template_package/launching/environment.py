@@ -92,7 +92,7 @@ def is_loopback(address: str) -> bool:
 def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool = False) -> None:
     """Make gloo and NCCL use the network interface `wanted`. If it is None, choose an interface for gloo.
 
-    That is the one in GLOO_SOCKET_IFNAME if set, else loopback on one machine, else the one that reaches `address`.
+    Prefer the one in GLOO_SOCKET_IFNAME, then loopback on a single machine, then one that reaches `address`.
     """
     if wanted is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted

@@ -95,7 +95,7 @@ def run_processes(
 
 
 def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") -> None:
-    """Wait until all ranks have ended, one has failed, or all must be killed. Pass stop signals on to the ranks."""
+    """Wait until all ranks exit, one fails, or it is time to kill them all. Forward stop signals to the ranks."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
         if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
@@ -109,7 +109,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the failure of the rank that failed first, or None if none failed. A killed rank takes precedence."""
+    """Return a killed rank's failure if there is one, or else the first failure. Return None if no rank failed."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:

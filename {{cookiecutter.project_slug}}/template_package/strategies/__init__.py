@@ -12,7 +12,7 @@ __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
-    """Build the configured strategy. With one rank, plain PyTorch replaces ddp, and also fsdp if CPU offload is off."""
+    """Build the configured strategy. With one rank, skip the wrapper for ddp, and for fsdp without CPU offload."""
     is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)

@@ -22,7 +22,7 @@ BuildOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy:
-    """Trains on one device. `module` is the user's model. compute_loss gets `model`, which is `module` or a wrapper."""
+    """Trains on one device. `module` is the user's model. `model` is either `module` itself or a wrapper around it."""
 
     model: nn.Module
     module: nn.Module

@@ -75,7 +75,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside this context, each rank keeps all weights, so ranks may run different numbers of forward passes."""
+        """In this context, each rank holds the full weights, so ranks may run different numbers of forward passes."""
         for unit in self._sharded():
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MediaLog:
-    """Logs pictures and text, on rank 0 only. Functions in model.py get it as `log`. If logging fails, it warns."""
+    """Logs images and text, on rank 0 only. Functions in model.py get this object as `log`. Errors become warnings."""
 
     step: int
     folder: Path | None  # None on the other ranks
@@ -134,7 +134,7 @@ class Tracking:
             self._metrics.close()
 
     def _call_trackers(self, action: str, *arguments: Any) -> None:
-        """If `action` is "start", create the trackers. Otherwise, call each tracker's `action`. Drop any that fail."""
+        """If `action` is "start", create the trackers. Otherwise, call that method on each. Drop trackers that fail."""
         for name in list(self._trackers):
             try:
                 if action == "start":

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test a forward and backward pass, leaving the model unchanged. If is_trial, gradients may stay unaveraged.
+    """Test a forward and backward pass, leaving the model unchanged. If is_trial, do not average gradients.
 
     Raise ConfigError if compute_loss is wrong, such as when it does not call the model exactly once. Every run, even a
     resumed one, begins with this test, so that DDP uses the same bucket order in all later steps.
@@ -104,7 +104,7 @@ class MemoryLimit:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If memory runs out in a `with` block, save half the micro-batch size for a restart and raise StopRun(75)."""
+        """If memory runs out in the `with` block, halve the micro-batch size for the restart and raise StopRun(75)."""
         try:
             yield
         except RuntimeError as error:

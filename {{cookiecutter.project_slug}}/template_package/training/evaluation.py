@@ -57,8 +57,8 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank. All ranks must call this method.
 
         Raise Interrupted if may_go_on() returns False before a micro-batch. `log` is passed to on_evaluation_end().
-        With num_parts=1, evaluate only the first micro-batch, as a quick test. With num_parts=2, evaluate it in two
-        halves and without the metrics, so that the losses of the two tests can be compared.
+        If num_parts is 1 or 2, run a quick test on the first micro-batch only. With 2, split it into two halves and
+        skip the metrics. The loss can then be compared with the loss from num_parts=1.
         """
         strategy.synchronize_buffers()
         in_training = [module for module in strategy.evaluation_model.modules() if module.training]

@@ -41,7 +41,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
 
 def _cosine(start: float, end: float, progress: float) -> float:
-    """Interpolate along half a cosine, from `start` at progress 0 to `end` at progress 1."""
+    """Interpolate along half a cosine wave, from `start` at progress 0 to `end` at progress 1."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 

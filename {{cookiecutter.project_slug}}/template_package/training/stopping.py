@@ -1,10 +1,10 @@
 """Stops all ranks after the same step when one rank is asked to stop, and ends a run that hangs.
 
-When `python run.py` with several ranks receives SIGTERM, it stops them through the torch store that they share:
-1. If no rank has reported READY to the store, the launching process kills all ranks. Otherwise, it writes STOP there.
+If `python run.py` receives SIGTERM while several ranks run, it stops them through their shared torch store:
+1. The launching process writes STOP to the store, or kills all ranks if none has reported READY there yet.
 2. On each rank, a thread sees STOP, and makes the rank wait before the next step or evaluation batch.
 3. Each rank stores how many steps and evaluation batches it has begun. All ranks continue up to the largest number.
-4. Then allows() lets no rank begin another step, the trainer saves, and all processes exit with code 143.
+4. Then allows() refuses any further step, the trainer saves, and all processes exit with code 143.
 If only a single rank receives the signal, that rank writes STOP.
 """
 
@@ -30,7 +30,7 @@ _num_beats = 0
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error
-    """Raised during an evaluation when the run is asked to stop. The next start repeats the evaluation."""
+    """Raised during an evaluation when the run is asked to stop. The run repeats the evaluation on restart."""
 
 
 def beat() -> None:
@@ -99,7 +99,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """In the `with` block, log stack traces and end all ranks if this rank is stuck for launch.timeout_minutes."""
+    """If this rank hangs for launch.timeout_minutes in the `with` block, log stack traces and stop all ranks."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()

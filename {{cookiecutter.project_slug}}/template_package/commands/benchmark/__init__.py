@@ -168,8 +168,8 @@ def find_reason(log: Path, exit_code: int) -> str:
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """Return the results of each row (a training setup) that has finished runs.
 
-    They are the medians of its measurements, its command, and its speed-up over the first such row. `is_loss_wrong`
-    is true if the loss is NaN, or if it fell less than about half as far as in the first row.
+    Each result holds the row's command, its median measurements, and its speed-up over the first such row.
+    `is_loss_wrong` is true if the loss is NaN, or if it fell less than about half as far as in that first row.
     `typed` holds the arguments that the user typed.
     """
     summaries: list[dict[str, Any]] = []
@@ -188,7 +188,7 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """Return the report as Markdown: the table, the reasons for missing rows, and the fastest row's command."""
+    """Return the report as Markdown: the table, why any rows are missing, and the command for the fastest setup."""
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Machine:
-    """Holds earlier checks' results for later checks. `gpus` lists the GPUs a run would use, such as `cuda:0`."""
+    """Keeps what each check found for later checks. `gpus` names the GPUs a run would use, such as `cuda:0`."""
 
     line: CommandLine
     nvml: Any = None
@@ -54,7 +54,7 @@ class Machine:
 
 
 def main(line: CommandLine) -> int:
-    """Run the checks and print their findings. Return 1 if the status of a finding is `broken`, otherwise 0."""
+    """Run the checks and print their findings. Return 1 if any finding has the status `broken`, otherwise 0."""
     if line.rest not in ([], ["--json"]):
         raise ConfigError(f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value.")
     findings = []
@@ -132,7 +132,7 @@ def check_shared_memory(_: Machine) -> Iterator[Finding]:
 
 
 def check_open_files(_: Machine) -> Iterator[Finding]:
-    """Check how many files a process may have open. Loader workers pass each tensor as an open file."""
+    """Check the limit on open files per process: loader workers keep a file open for each tensor they send."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding("open files", _grade(limit, fine=1024, enough=256), f"at most {limit}")
 
@@ -208,7 +208,7 @@ def check_gpu_link(machine: Machine) -> Iterator[Finding]:
 
 
 def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
-    """Start one rank per device, as a run does, and run an all-reduce. If a rank fails, its traceback is printed."""
+    """Start one rank per device, as in training, and try an all-reduce. If a rank fails, print its traceback."""
     from ...launching.devices import Devices
     from ...launching.launcher import Node, launch
 
@@ -218,7 +218,7 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
-    """Add up a 1 from each rank. Raise ArithmeticError if the sum is wrong: an IOMMU can corrupt GPU-to-GPU copies."""
+    """Sum a 1 from each rank, and raise ArithmeticError if the total is wrong, which an IOMMU can cause."""
     import torch
 
     from ...launching.distributed import all_reduce, rank_context

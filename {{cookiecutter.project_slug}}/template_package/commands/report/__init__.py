@@ -1,6 +1,6 @@
 """`python run.py report [NAME…]`: writes an HTML file, readable offline, that shows one run or compares several runs.
 
-The content comes from the files of the runs. page.html is the Jinja template of the page. matplotlib draws the curves.
+The content is read from each run's files. page.html is the Jinja template, and matplotlib draws the curves.
 """
 
 import base64
@@ -140,7 +140,7 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
 def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
     """Group runs that differ only in the seed. Return the groups, best first.
 
-    Each group has the mean and the standard deviation of its runs' results, and its size.
+    Each group holds the mean and standard deviation of its runs' results, and the number of runs.
     """
     groups: dict[str, list[float]] = {}
     for settings, value in results:

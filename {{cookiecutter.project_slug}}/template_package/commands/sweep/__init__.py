@@ -65,7 +65,7 @@ class Search(BaseModel, extra="forbid"):
     prune: bool = False  # optuna: end a trial whose metric is worse than the median of the former ones at this step
 
     def open_study(self, folder: Path, mode: str) -> tuple[Any, dict[str, Any]]:
-        """Open or create the optuna study in `folder`/study.db. Return it and the search distribution of each key."""
+        """Open or create the optuna study in `folder`/study.db. Return it and each swept setting's distribution."""
         import optuna  # the extra `optuna`
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -120,7 +120,7 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
 
 
 def as_arguments(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the settings as {dotted key: text}, in the form that the command line takes."""
+    """Return the settings as text, keyed by dotted name, in the form that the command line takes."""
     items = dotted(settings).items()
     return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in items}
 
