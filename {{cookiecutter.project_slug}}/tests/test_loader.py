@@ -262,7 +262,7 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
 
 
 class Rare(Dataset[Tensor]):
-    """A data set whose items all use torch's random generator. Item 20 also uses those of Python and NumPy."""
+    """A data set. Each item draws a number from torch's random generator, and item 20 also from Python's and NumPy's."""
 
     def __len__(self) -> int:
         return 40

@@ -222,7 +222,7 @@ class TrainLoader:
             epoch, position = epoch + 1, 0
 
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Yield a Request for each micro-batch in this rank's share of global_batch. Share sizes differ by 1 at most."""
+        """Yield a Request per micro-batch in this rank's share of global_batch. Share sizes differ by at most 1."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
         # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
         # since its BatchNorm statistics are the ones that are saved.

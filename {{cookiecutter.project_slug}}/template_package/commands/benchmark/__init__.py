@@ -1,4 +1,4 @@
-"""`python run.py benchmark`: measures training speed with each strategy, in 16-bit mode, and with torch.compile.
+"""`python run.py benchmark`: measures how fast each strategy trains, and what 16-bit precision or torch.compile adds.
 
 It starts ordinary training runs of a few steps, and reads its figures from the files that these runs write.
 """
