@@ -262,7 +262,7 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
 
 
 class Rare(Dataset[Tensor]):
-    """A data set. Each item draws a number from torch's random generator, and item 20 also from Python's and NumPy's."""
+    """A data set. Each item draws a number from torch's random generator, item 20 also from Python's and NumPy's."""
 
     def __len__(self) -> int:
         return 40
