@@ -38,7 +38,7 @@ class CommandLine:
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
         For an existing run, `evaluate` and `predict` use that run's own config.yaml unless you pass --config or use a
-        launcher such as torchrun. They never take `name`, `device_ids`, `launch`, `loader` or `evaluation` from it.
+        launcher. `name`, `device_ids`, `launch`, `loader` and `evaluation` come from the config file if it sets them.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -71,9 +71,9 @@ class MicroBatch(NamedTuple):
 def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
     """Return the order of the samples in one epoch: an int64 tensor (num_samples,), the same on every rank.
 
-    Without `weights`, it holds each sample's index once, shuffled. With `weights`, indices are drawn with replacement,
-    in proportion to their weights, and i * num_samples is added to entry i. Each entry is also the random seed for
-    augmenting its sample, so repeats are augmented differently. entry % num_samples gives back the index.
+    Without `weights`, it holds each index once, shuffled. With `weights`, indices are drawn with replacement, in
+    proportion to their weights, and i * num_samples is added to entry i. A sample's augmentation is seeded from its
+    entry, `seed` and `epoch`, so repeats are augmented differently. entry % num_samples gives back the index.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:

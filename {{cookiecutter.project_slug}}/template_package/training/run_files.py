@@ -102,7 +102,7 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
 
 
 def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_done: int) -> Any:
-    """Start a profiler for the steps from steps[0] to steps[1]. Return None if those steps are already done."""
+    """Start a profiler for steps[0] to steps[1]. Return None if `steps` is None or those steps are already done."""
     if steps is None or steps_done >= steps[1]:
         return None
     from torch.profiler import profile, schedule

@@ -99,7 +99,7 @@ class StopRequest:
 
 @contextmanager
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
-    """If this rank hangs for launch.timeout_minutes in the `with` block, log stack traces and stop all ranks."""
+    """If this rank hangs for launch.timeout_minutes in the `with` block, log stack traces and end all ranks."""
     is_over = threading.Event()
     thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
     thread.start()

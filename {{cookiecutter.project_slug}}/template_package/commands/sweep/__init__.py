@@ -181,7 +181,7 @@ class SweepRunner:
             self.num_slots = max(1, num_gpus // int(str(device_ids)[5:]))
 
     def plan(self) -> None:
-        """Make the list of runs from the settings in the sweep file."""
+        """Make the list of runs from the sweep file or, if optuna chooses the settings, from its trials so far."""
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
@@ -196,8 +196,8 @@ class SweepRunner:
     def add(self, settings: dict[str, Any]) -> Run:
         """Add a run with these settings, and return it.
 
-        If sweep.json already lists a run with these settings, keep its name. Keep its result, too, if the config that
-        all runs of the sweep share has not changed.
+        If sweep.json already lists a run with these settings, keep its name. If that run is complete or pruned, and
+        the config that all runs of the sweep share has not changed, keep its result, too.
         """
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
