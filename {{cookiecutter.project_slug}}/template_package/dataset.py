@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class Digits(Dataset[Batch]):
-    """A data set of 8x8 images, whose values it divides by 16. Shifts each with probability `shift_probability`."""
+    """A data set of 8x8 images. It divides values by 16 and shifts an image with probability `shift_probability`."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift_probability: float = 0.0) -> None:
         self.images, self.digits, self.shift_probability = images.float().div(16), digits, shift_probability

@@ -262,7 +262,7 @@ def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
 
 
 class Rare(Dataset[Tensor]):
-    """A data set. Each item draws a number from torch's random generator, item 20 also from Python's and NumPy's."""
+    """A data set whose items each draw a random number from torch. Item 20 also draws from Python and NumPy."""
 
     def __len__(self) -> int:
         return 40

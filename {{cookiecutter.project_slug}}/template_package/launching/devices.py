@@ -105,7 +105,7 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
-    """Lock the `named` GPUs. If none are named, lock `number` free GPUs (0 means all of them), if enough are free."""
+    """Lock the `named` GPUs. If none are named, try to lock `number` free GPUs, or every free GPU if it is 0."""
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
         time.sleep(0.01)
     with chooser:

@@ -67,7 +67,7 @@ def start_fork_server() -> None:
 def run_processes(
     work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: "Store", start_method: str
 ) -> tuple[int, Failure | None]:
-    """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and any rank's failure."""
+    """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and the failure, if any."""
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
     processes = [context.Process(target=_main, args=(work, own)) for own in arguments]

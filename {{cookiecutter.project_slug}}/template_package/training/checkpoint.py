@@ -155,7 +155,7 @@ def check_same(
 def load_run(
     state: dict[str, Any], strategy: Strategy, progress: Progress, config: Config, average: WeightAverage | None
 ) -> None:
-    """Seed the RNGs and restore `state` (if any). Raise ConfigError if its weights or its data size do not fit."""
+    """Seed the RNGs and restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
     context = strategy.context
     if state:
         former = state["early_stopping"].get("num_samples", progress.num_samples)  # older files lack it
