@@ -38,7 +38,7 @@ class CommandLine:
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
         For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless you pass --config or use a
-        launcher. But if the config file sets `name`, `device_ids`, `launch`, `loader` or `evaluation`, this value is used.
+        launcher. If the config file sets `name`, `device_ids`, `launch`, `loader` or `evaluation`, its value is used.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

@@ -46,7 +46,7 @@ class FullyShardedStrategy(Strategy):
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Shard the module, so that each rank holds one part of rank 0's weights."""
+        """Shard the module: rank 0's weights are split among all ranks, so that each rank holds one part."""
         units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
         if not units:
             problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"

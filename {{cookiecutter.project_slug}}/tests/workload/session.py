@@ -1,6 +1,6 @@
 """Runs the tests' commands in turn, in one process. Its fork server stays up, so ranks start within a second.
 
-`python session.py FD` reads commands from stdin, one JSON object per line (keys `folder`, `script` and `words`).
+`python session.py FD` reads commands from stdin, one JSON object per line (`folder`, `script`, its arguments `words`).
 It writes the exit code of each command to file descriptor FD, and the output of commands and ranks to stdout.
 """
 
