@@ -37,8 +37,8 @@ class CommandLine:
     def load_config(self) -> "Config":
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
-        For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless you pass --config or use a
-        launcher. If the config file sets `name`, `device_ids`, `launch`, `loader` or `evaluation`, its value is used.
+        For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless --config or a launcher is
+        used. Any `name`, `device_ids`, `launch`, `loader` or `evaluation` that you set replaces the run's as a whole.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

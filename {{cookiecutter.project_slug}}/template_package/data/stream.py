@@ -45,7 +45,7 @@ class StreamLoader(TrainLoader):
         self._batches = self._steps(self.read_first(epoch, position))
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
-        """Return this rank's first micro-batch for a dry run. Training then opens the stream anew and skips nothing."""
+        """Return this rank's first micro-batch for a dry run. Training then opens the stream anew at self.cursor."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
         self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
         self.cursor = self.cursor or beginning

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
-    """Test a forward and backward pass, leaving the model unchanged. If is_trial, accept unaveraged gradients.
+    """Test a forward and backward pass, leaving the model unchanged. If is_trial, do not check the gradients.
 
     Raise ConfigError if compute_loss is wrong, such as when it does not call the model exactly once. Every run, even a
     resumed one, begins with this test, so that DDP uses the same bucket order in all later steps.

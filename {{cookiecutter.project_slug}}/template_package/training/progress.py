@@ -54,7 +54,10 @@ class Progress:
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Return True if `value` is a new best. If more than `patience` in a row were not, drop the rate."""
+        """Record an evaluation's result. Return True if it is the best so far.
+
+        If more than `patience` results in a row were not, increase num_drops, which schedule.name=plateau uses.
+        """
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):

@@ -12,8 +12,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
     """Return the learning rate of optimizer step `step`, counted from 1.
 
     If model.py defines learning_rate(step, total_steps), return its value times `peak`, and ignore `config`.
-    Otherwise, warm-up reaches `peak` at step `warmup_steps`. It is linear except in one_cycle. Linear or cosine decay
-    then reaches `min_learning_rate` one step after the last step of the run, as in torch's schedulers.
+    Otherwise, linear warm-up reaches `peak` at step `warmup_steps`, and linear or cosine decay reaches
+    `min_learning_rate` one step after the last step. one_cycle follows torch's OneCycleLR instead.
     """
     if (factor := getattr(user_model, "learning_rate", None)) is not None:
         return peak * float(factor(step, total_steps))
