@@ -52,7 +52,7 @@ test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLU
 	tests/cluster/install_packages.sh
 	$(PYTEST) tests/cluster
 
-campaigns: $(READY)  ## inject hundreds of faults and write reports to build/campaigns (30 to 45 minutes)
+campaigns: $(READY)  ## inject hundreds of faults and write reports to build/campaigns (25 to 45 minutes)
 	$(PYTEST) tests/campaigns --long
 
 lint: $(READY)  ## check style and types, strictly in the generated project too

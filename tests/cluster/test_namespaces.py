@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -174,7 +175,10 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts: list[Host], mark: str) -> None:
-    """After a stop on one host only, torchrun restarts the ranks of the other, which then wait for the stopped host."""
+    """After a stop on one host only, torchrun restarts the ranks of the other, which then wait for the stopped host.
+
+    If the stopped host's torchrun is gone before that, so is the store, and the other torchrun ends by itself.
+    """
     commands = start_script(slow_hosts)
     slow_hosts[0].wait_for_step("run", 5, *commands)
     torchrun = psutil.Process(commands[1].process.pid)
@@ -183,12 +187,13 @@ def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts:
     commands[0].ended(1, timeout=60)
     assert slow_hosts[0].summary("run")["status"] == "stopped"
     deadline = time.monotonic() + 60
-    # If host 0's torchrun is gone before this one restarts its ranks, torchrun has lost its store and ends by itself.
     while (is_alive := commands[1].process.poll() is None) and not set(torchrun.children(recursive=True)) - {*former}:
         assert time.monotonic() < deadline, commands[1].text
         time.sleep(0.2)
     if is_alive:
         time.sleep(5)  # until it waits
+        assert commands[1].process.poll() is None, commands[1].text
         commands[1].process.send_signal(number)
     commands[1].ended(1, timeout=60)
+    assert is_alive or re.search("(?s)_restart_workers.*DistNetworkError", commands[1].text), commands[1].text
     assert left_after(mark, SECONDS_TO_END) == []

@@ -155,7 +155,7 @@ class Project:
     def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
         """Run a script with the arguments `words` and return its output. Fail if its exit code is not `code`.
 
-        If `command` is set (see start()), start a new process with it. If not, reuse a process, to save time.
+        If `command` is set, run run.py with it in a new process (see start()). If not, reuse a process, to save time.
         """
         if not command:
             returned, printed = self.session.run(self.folder, script, list(words))

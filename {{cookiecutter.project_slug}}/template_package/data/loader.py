@@ -1,7 +1,7 @@
 """Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
 
 Each epoch is shuffled and split into global batches, then into a share per rank, then into micro-batches. Global
-batches depend only on the seed and the epoch, so a run can resume at any point on any number of ranks.
+batches do not depend on the number of ranks, so a run can resume at any point on any number of them.
 """
 
 import ctypes
@@ -126,7 +126,7 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True if the data set can only be iterated over: it lacks __len__, or __getitem__ and __getitems__."""
+    """Return True if the data set can only be iterated: it has no __len__, or neither __getitem__ nor __getitems__."""
     own = {name for kind in type(dataset).__mro__ if kind is not Dataset for name in vars(kind)}
     return "__len__" not in own or not own & {"__getitem__", "__getitems__"}
 
@@ -207,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, indices) for each global batch, without end. The first one begins at `position` of `epoch`."""
+        """Yield (epoch, entries of its order) for each global batch, without end. Begin at `position` of `epoch`."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:
@@ -433,7 +433,7 @@ _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_addre
 
 
 def raw_states() -> dict[str, Any]:
-    """Return the random generators' states as raw bytes. Python's and NumPy's own getters are 20 times slower."""
+    """Return the random generators' states for comparison. Python's and NumPy's own getters are 20 times slower."""
     return {
         "python": (_python_words.raw, _python.gauss_next),
         "numpy": (_numpy_words.raw, _numpy_kept.raw),

@@ -62,7 +62,7 @@ def take_devices(
 ) -> Devices:
     """Choose and lock this node's devices. Raise ConfigError if they are not available within launch.wait_minutes.
 
-    If a launcher has started `num_ranks` ranks here, device_ids=auto takes that many devices. Only tests set `nvml`.
+    If a launcher has started `num_ranks` ranks here, device_ids=auto takes that many devices. `nvml` replaces pynvml.
     """
     wanted = parse_device_ids(device_ids)
     if "cpu" in wanted or "mps" in wanted:

@@ -51,7 +51,7 @@ class CheckpointFolder:
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
         """Write a checkpoint. If is_best, write it as best.pt.
 
-        Otherwise, write it as step_<step>.pt and delete the oldest such files so that only `keep_last` remain.
+        Otherwise, write it as step_<step>.pt. If `keep_last` is set, delete older files beyond that number.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)

@@ -66,7 +66,7 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn if the user's files misspell a function name listed in FUNCTIONS, or use another library's name for it."""
+    """Warn if the user's files misspell a name that FUNCTIONS lists, or use another library's name for it."""
     names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:

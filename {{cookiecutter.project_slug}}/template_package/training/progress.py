@@ -48,7 +48,7 @@ class Progress:
         return self.epoch * self.num_samples + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
-        """Return True if an evaluation or checkpoint is due. At the run's end, one is always due, unless disabled."""
+        """Return True if an evaluation or checkpoint is due. If at_end, it is due whenever it is enabled."""
         is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
         is_step_due = section.every_steps and self.step % section.every_steps == 0
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
