@@ -226,7 +226,7 @@ class Trainer:
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
-        """Call on_epoch_begin() for epochs new to this process, up to `epoch`. Return True if a parameter (un)froze."""
+        """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)

@@ -38,7 +38,7 @@ class CommandLine:
         """Return the config from the config file and the overrides. Raise ConfigError if a setting is wrong.
 
         For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless --config or a launcher is
-        used. Any `name`, `device_ids`, `launch`, `loader` or `evaluation` that you set replaces the run's as a whole.
+        used. If you set `name`, `device_ids`, `launch`, `loader` or `evaluation`, the run's own value is ignored.
         """
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))

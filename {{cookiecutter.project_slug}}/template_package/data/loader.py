@@ -207,7 +207,7 @@ class TrainLoader:
             asked_at = time.perf_counter()
 
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, entries of its order) for each global batch, without end. Begin at `position` of `epoch`."""
+        """Yield (epoch, indices as in epoch_order()) for each global batch, without end. Start at `position`."""
         size, num_samples = self.global_batch_size, self.num_samples
         is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
         while True:

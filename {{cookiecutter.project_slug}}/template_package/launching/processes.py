@@ -109,7 +109,7 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
-    """Return the failure to report, or None if no rank failed. Ranks that ended without a message come first."""
+    """Return the failure to report, or None if no rank failed. Prefer a rank that ended without a message."""
     failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:

@@ -56,7 +56,7 @@ class Progress:
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
         """Record an evaluation's result. Return True if it is the best so far.
 
-        If more than `patience` results in a row were not, increase num_drops, which schedule.name=plateau uses.
+        If more than `patience` results in a row set no new best, increase num_drops for schedule.name=plateau.
         """
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)

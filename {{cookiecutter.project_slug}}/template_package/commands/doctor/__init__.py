@@ -132,7 +132,7 @@ def check_shared_memory(_: Machine) -> Iterator[Finding]:
 
 
 def check_open_files(_: Machine) -> Iterator[Finding]:
-    """Check the limit on open files per process. A rank holds one open for each tensor that it got from a worker."""
+    """Check the limit on open files per process. A rank keeps a file open for each tensor it got from a worker."""
     limit, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Finding("open files", _grade(limit, fine=1024, enough=256), f"at most {limit}")
 
