@@ -259,7 +259,7 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
-    """Yield a message for each invalid key. If a key takes a list, replace text like "0.9,0.95" with a list."""
+    """Yield a message for each invalid key. In `settings`, turn text like "0.9,0.95" into a list if needed."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"

@@ -187,7 +187,7 @@ def _become_torchrun(config: Config) -> None:
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
-    """Connect to the store shared by all ranks. On each node, local rank 0 chooses a device for each rank."""
+    """Connect to the store that all ranks share, and return this node. Its local rank 0 chooses the devices."""
     if config.strategy == "data_parallel":
         raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
