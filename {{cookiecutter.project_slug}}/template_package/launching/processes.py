@@ -4,6 +4,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -143,6 +144,8 @@ def end_process(code: int) -> NoReturn:
     """End this process at once. On a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if multiprocessing.parent_process() is None:  # a normal exit would remove multiprocessing's folder in /tmp
+        shutil.rmtree(vars(multiprocessing.current_process())["_config"].get("tempdir", ""), ignore_errors=True)
     os._exit(code)
 
 

@@ -44,7 +44,6 @@ class MediaLog:
 
     def image(self, name: str, picture: Any) -> None:
         """Save `picture` as PNG. It can be a PIL image, or a tensor or array of uint8 values or floats from 0 to 1.
-
         A tensor or array should have shape (H, W), (H, W, 3), (3, H, W) or (1, H, W).
         """
         self._write(name, ".png", lambda path: _as_image(picture).save(path, format="PNG"))

@@ -49,9 +49,8 @@ class CheckpointFolder:
         return [self.folder / name for name in names if re.fullmatch(r"step_\d{8}\.pt|best\.pt", name)]
 
     def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint. If is_best, write it as best.pt.
-
-        Otherwise, write it as step_<step>.pt. If `keep_last` is set, delete older files beyond that number.
+        """Write a checkpoint. If is_best, write it as best.pt. Otherwise, write it as step_<step>.pt and, if
+        `keep_last` is set, delete older files beyond that number.
         """
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         path.parent.mkdir(exist_ok=True)

@@ -54,9 +54,8 @@ class Progress:
         return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
-        """Record an evaluation's result. Return True if it is the best so far.
-
-        If more than `patience` results in a row set no new best, increase num_drops for schedule.name=plateau.
+        """Record an evaluation's result. Return True if it is the best so far. If more than `patience` results in a
+        row set no new best, increase num_drops for schedule.name=plateau.
         """
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)

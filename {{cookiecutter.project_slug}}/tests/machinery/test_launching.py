@@ -55,6 +55,14 @@ def test_ranks_start_as_asked_and_share_the_cores(project: Project) -> None:
         assert output.count(f"{kind} {share}\n") == log.count(f"{kind} {share}\n") == 1, "each rank builds one model"
 
 
+def test_a_run_leaves_nothing_in_the_temporary_folder(project: Project, tmp_path: Path) -> None:
+    (folder := tmp_path / "temporary").mkdir()
+    words = ["device_ids=cpu,cpu", "loader.num_workers=1", "training.max_steps=2"]
+    process = project.start(*words, TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert process.communicate()[1] is not None and process.returncode == 0
+    assert not [*folder.iterdir()]
+
+
 def test_debug_trains(project: Project) -> None:
     project.run("device_ids=cpu,cpu", "launch.debug=true", "training.max_steps=2")
     assert len(project.lines("run")) == 2
