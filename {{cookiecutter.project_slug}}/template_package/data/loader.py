@@ -224,14 +224,14 @@ class TrainLoader:
     def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
         """Yield a Request per micro-batch in this rank's share of global_batch. Share sizes differ by at most 1."""
         rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none,
-        # since its BatchNorm statistics are the ones that are saved.
+        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none:
+        # no share is larger than its own. Its BatchNorm statistics are the ones that are saved.
         largest_share = -(-size // world_size)
         num_pieces = -(-largest_share // self.micro_batch_size)
         share = global_batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
         for number in range(num_pieces):
             piece = share[number * len(share) // num_pieces : (number + 1) * len(share) // num_pieces]
-            weight = len(piece) * world_size / size  # 7 samples on 2 ranks: 4 * 2/7 and 3 * 2/7; DDP halves their sum
+            weight = len(piece) * world_size / size  # 7 samples on 2 ranks: 4 * 2/7 and 3 * 2/7; DDP's mean: 4/7, 3/7
             draws = piece or global_batch[:1]
             indices = draws if self._sample_weights is None else [draw % self.num_samples for draw in draws]
             yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces - 1)

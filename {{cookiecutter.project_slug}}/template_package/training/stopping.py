@@ -48,7 +48,7 @@ class StopRequest:
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
         self._store = context.store.clone()  # for the thread: on a shared one, a thread that waits blocks the other
-        self._handlers = stop_signals_call(self._receive)  # not for Ctrl-C, where processes.py lets ranks ignore it
+        self._handlers = stop_signals_call(self._receive)  # not for Ctrl-C, which ranks of run.py ignore: _main()
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()
@@ -89,7 +89,7 @@ class StopRequest:
                     self._store.set(STOP, str(self._received))
                 elif self._closed.wait(POLL_SECONDS):
                     return
-            self._limit = -1  # before the counter is read, so that no step can start unreported
+            self._limit = -1  # first: a step that begins after this line waits in allows(), so none goes unreported
             self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
             begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
             self.signal_number = int(self._store.get(STOP))
