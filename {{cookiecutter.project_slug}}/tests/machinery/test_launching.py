@@ -59,7 +59,8 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(project: Project, tmp_path
     (folder := tmp_path / "temporary").mkdir()
     words = ["device_ids=cpu,cpu", "loader.num_workers=1", "training.max_steps=2"]
     process = project.start(*words, TMPDIR=str(folder), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    assert process.communicate()[1] is not None and process.returncode == 0
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
     assert not [*folder.iterdir()]
 
 
