@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,22 @@ def test_script_for_torchrun_starts_a_rank_a_device(words: str, options: str, re
     found = printed.split()
     assert found[:2] == ["-m", "torch.distributed.run"]
     assert found[2:] == [*fixed.split(), *options.split(), f"{image.folder}/run.py", *rest.split()]
+
+
+def test_script_for_torchrun_leaves_out_what_an_older_torchrun_does_not_know(image: Host, tmp_path: Path) -> None:
+    old = tmp_path / "torch" / "distributed" / "run.py"
+    old.parent.mkdir(parents=True)
+    old.write_text('add_argument("--max-restarts")', encoding="utf-8")  # what is looked for in torchrun's own file
+    (tmp_path / "torch-2.8.0.dist-info").mkdir()
+    (tmp_path / "torch-2.8.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.8.0\n", encoding="utf-8")
+    stub = image.folder / "python"
+    locate = f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"'
+    stub.write_text(f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || {locate}\n', encoding="utf-8")
+    stub.chmod(0o755)
+    printed = image.start("scripts/torchrun.sh", "--nproc-per-node=2", PYTHON=str(stub), **NO_GPUS).ended()
+    assert "this torch's torchrun has no --shutdown-timeout" in printed
+    options = printed.splitlines()[-1].split()[2:]
+    assert options == ["--max-restarts=3", "--nproc-per-node=2", "--standalone", f"{image.folder}/run.py"]
 
 
 @pytest.mark.parametrize(("word", "key"), [("training.epoch=3", "training.epoch"), ("device_ids=0,2", "device_ids")])

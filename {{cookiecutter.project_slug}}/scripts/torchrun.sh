@@ -17,6 +17,17 @@ while [[ ${1:-} == --*=* && $1 != --config=* ]]; do
   shift
 done
 
+# An older torchrun lacks these options: it kills ranks that save for more than 30 seconds, and SIGUSR1 ends it at once.
+locate='from importlib.metadata import distribution; print(distribution("torch").locate_file("torch/distributed/run.py"))'
+torchrun=$("$python" -c "$locate")
+for index in "${!options[@]}"; do
+  name=${options[index]%%=*}
+  if [[ $name == --shutdown-timeout || $name == --signals-to-handle ]] && ! grep -q -- "\"$name\"" "$torchrun"; then
+    echo "this torch's torchrun has no $name: going on without it" >&2
+    unset "options[index]"
+  fi
+done
+
 # Prints the number of devices that a run with these arguments would take here. Exit code 2 for a mistake in them.
 count_devices() {
   PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} "$python" - "$project" "$@" <<'PYTHON'

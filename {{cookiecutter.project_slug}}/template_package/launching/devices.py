@@ -23,7 +23,7 @@ from ..config import LaunchConfig, parse_device_ids
 from ..errors import ConfigError, one_line
 
 GIB = 2**30
-POLL_SECONDS = 3.0
+POLL_SECONDS, CHOOSER_SECONDS = 3.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,11 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
 
 def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
     """Lock the `named` GPUs. If none are named, try to lock `number` free GPUs, or every free GPU if it is 0."""
+    deadline = time.monotonic() + CHOOSER_SECONDS
     while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
+        if time.monotonic() > deadline:  # it takes milliseconds
+            problem = f"another run has been choosing for {CHOOSER_SECONDS:g} s: is it suspended (Ctrl-Z)?"
+            raise ConfigError(f"device_ids: {problem} End it; `ps -eo pid,stat,user,args` shows it with STAT T.")
         time.sleep(0.01)
     with chooser:
         locks = {gpu: lock for gpu in gpus.visible if (lock := take_lock(gpu.uuid)) is not None}

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from .base import Strategy
 from .common import blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+# Without it (before torch 2.13), ranks that leave out different parameters add up gradients of different weights.
+SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 logger = logging.getLogger(__name__)
 
 
@@ -91,10 +93,23 @@ class FullyShardedStrategy(Strategy):
     def _sharded(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
+    def backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Add gradients as the base class does. Raise ConfigError if one is missing and this torch sends no zeros."""
+        former = [] if SENDS_ZEROS else [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter, _ in former:
+            parameter.grad = None
+        super().backward(loss, weight)
+        if former:
+            self.check_gradients()
+        for parameter, grad in former:
+            if grad is not None:
+                parameter.grad = grad.add_(cast(Tensor, parameter.grad))
+
     def check_gradients(self) -> None:
         """Run the base class's check. Then make FSDP send zeros for missing gradients, so no rank waits for them."""
         super().check_gradients()
-        self._root.set_reduce_scatter_unused_params(True)
+        if SENDS_ZEROS:
+            self._root.set_reduce_scatter_unused_params(True)
 
 
 def _is_big(unit: nn.Module) -> bool:

@@ -71,8 +71,9 @@ class StopRequest:
             self.signal_number = self._received
             return self._received is None
         self._begun += 1
-        if self._begun > self._limit:
-            self._decided.wait()
+        if self._begun <= self._limit:  # read once: _watch() may change it now, and has then counted this step
+            return True
+        self._decided.wait()
         return self._begun <= self._limit
 
     def _receive(self, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -260,6 +261,25 @@ def test_runs_started_at_once_by_two_users_share_no_gpu(device_ids: str, num_run
             taken = [names for pipe in pipes if (names := receive(pipe))]
         together = [name for names in taken for name in names]
         assert len(taken) == num_lucky and len(set(together)) == len(together), taken
+
+
+@needs_linux
+def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(pipe: Connection) -> None:
+        while (chooser := take_lock("chooser")) is None:  # tests of other processes take it for milliseconds
+            time.sleep(0.001)
+        pipe.send("chooses")
+        with chooser:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(module, "CHOOSER_SECONDS", 0.3)
+    nvml = SimulatedNvml(9)
+    with child(work) as (pid, pipe):
+        receive(pipe)
+        assert refusal("auto", nvml).startswith("device_ids: another run has been choosing for 0.3 s: is it suspended")
+        monkeypatch.setattr(module, "CHOOSER_SECONDS", 20.0)
+        os.kill(pid, signal.SIGCONT)
+        assert names("auto", nvml) == ["cuda:0"]
 
 
 @needs_linux

@@ -79,7 +79,7 @@ def test_faults_of_environment_and_limits_are_named(project: Project) -> None:
     code, output, errors = consult(project, "device_ids=0", command=in_a_shell("ulimit -Sn 200"), **variables)
     assert code == 1
     versions = line_of("versions", output)
-    assert ", >=99.2.13 wanted" in versions and versions.endswith(
+    assert ", >=99.2.8 wanted" in versions and versions.endswith(
         ". Type: python -m pip install -c constraints.txt -e ."
     )
     assert "Not a directory" in line_of("disk", output) and "Make room, or let runs be" in line_of("disk", output)

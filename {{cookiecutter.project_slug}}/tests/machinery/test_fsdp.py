@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from template_package.config import FsdpConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
-from template_package.strategies.fsdp import FullyShardedStrategy
+from template_package.strategies.fsdp import SENDS_ZEROS, FullyShardedStrategy
 
 from conftest import PACKAGE, Project
 from test_resuming import assert_equal
@@ -158,6 +158,38 @@ def test_parameter_without_gradient_is_named(project: Project) -> None:
     words = ["strategy=fsdp", "device_ids=cpu,cpu", "training.micro_batch_size=8"]
     output = project.run(*words, "model.has_unused_parameter=true", "name=unused", code=2)
     assert "unused got no gradient" in output and "Traceback" not in output
+
+
+EXPERTS = '''
+class Experts(nn.Module):
+    """Two layers, both used in the rehearsals. Then the loss needs one: another one on each rank and micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 2), nn.Linear(6, 2)
+        self.num_calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_calls += self.training
+        outputs = self.first(inputs), self.second(inputs)
+        is_single = self.training and self.num_calls > 2
+        return outputs[(torch.distributed.get_rank() + self.num_calls) % 2] if is_single else outputs[0] + outputs[1]
+
+
+def build_model('''
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_ranks_whose_losses_need_different_weights_train_or_are_refused(project: Project, is_old: bool) -> None:
+    """Before torch 2.13, FSDP adds up what ranks send, and these gradients of two layers have the same shape."""
+    if not is_old and not SENDS_ZEROS:
+        pytest.skip("this torch cannot train it")
+    project.edit("model.py", "def build_model(", EXPERTS.lstrip())
+    project.edit("model.py", "model.config, model", "model = nn.Sequential(Experts())\n    model.config, model")
+    if is_old:
+        project.edit("strategies/fsdp.py", 'hasattr(FSDPModule, "set_reduce_scatter_unused_params")', "False")
+    output = project.run("strategy=fsdp", *WORDS, "evaluation.every_epochs=null", code=2 if is_old else 0)
+    assert ("got no gradient" in output) == is_old and "Traceback" not in output
 
 
 @pytest.mark.slow

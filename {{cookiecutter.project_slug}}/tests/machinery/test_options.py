@@ -192,6 +192,11 @@ def test_checksum_tells_constants_and_single_bits_apart(dtype: torch.dtype) -> N
     assert checksum(ones.t()) == checksum(ones) and checksum(ones[0, 0]) != checksum(zeros[0, 0])
 
 
+def test_checksum_depends_on_places() -> None:
+    numbers = torch.arange(64, dtype=torch.float32)
+    assert checksum(numbers) != checksum(numbers.roll(1)) and checksum(numbers) != checksum(numbers.flip(0))
+
+
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
     words = ["device_ids=cpu,cpu", "optimizer.learning_rate=0", "training.early_stopping_epochs=2", "training.epochs=9"]
     project.run(*words)
