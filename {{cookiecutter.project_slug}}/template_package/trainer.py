@@ -61,6 +61,7 @@ class Trainer:
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
+        self.strategy.synchronize_buffers()  # all ranks begin with those of rank 0
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)

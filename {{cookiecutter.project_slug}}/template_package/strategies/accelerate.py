@@ -6,7 +6,6 @@ as Accelerate would.
 """
 
 import os
-import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,11 +41,10 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
     def wrap(self, module: nn.Module) -> Any:
         """Let Accelerate wrap the module in DDP. With only one rank, return the module itself."""
-        with warnings.catch_warnings():  # torch has renamed an argument
-            warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-            model = self._accelerator.prepare_model(module)
+        model = self._accelerator.prepare_model(module)
         if isinstance(model, DistributedDataParallel):
             model.__class__ = Wrapper
+            model.broadcast_buffers = False  # as in ddp.py
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -62,7 +60,6 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
 def _create_accelerator(precision: str, context: RankContext, options: DdpConfig) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
-        broadcast_buffers=False,  # as in ddp.py: buffers are copied before evaluating and saving
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,

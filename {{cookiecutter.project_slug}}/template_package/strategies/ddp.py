@@ -21,19 +21,16 @@ class DistributedDataParallelStrategy(Strategy):
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        """Wrap the module in DDP. For a training run, this copies rank 0's weights and buffers to all ranks."""
-        is_trained = self._build_optimizer is not None  # in an evaluation, set_weights() alone shares them
-        if is_trained:
-            self.synchronize_buffers()  # with broadcast_buffers=False, DDP copies the weights alone
+        """Wrap the module in DDP. For a training run, this copies rank 0's weights to all ranks."""
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
-            init_sync=is_trained,
+            init_sync=self._build_optimizer is not None,  # without one, set_weights() alone shares them
             find_unused_parameters=self._options.find_unused_parameters,
             static_graph=self._options.static_graph,
             gradient_as_bucket_view=True,  # no second copy of the gradients
-            broadcast_buffers=False,  # one per forward costs more than the step of a small model
         )
+        model.broadcast_buffers = False  # from now on: a copy in each forward costs more than a small model's step
         del model.dim  # DDP needs it only with several devices a rank; it would hide the module's own
         if self._options.gradient_compression != "none":
             hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}

@@ -60,9 +60,8 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         )
 
     def wrap(self, module: nn.Module) -> Any:
-        """Copy rank 0's weights and buffers to all ranks, and return the module itself."""
+        """Copy rank 0's weights to all ranks, and return the module itself."""
         self._horovod.broadcast_parameters([*module.named_parameters()], root_rank=0)
-        self.synchronize_buffers()
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:

@@ -185,6 +185,20 @@ def test_best_checkpoint_and_weights_are_whole(runs: Runs, strategy: str) -> Non
     assert best["step"] == min(lines, key=lambda line: line["loss"])["step"]
 
 
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "data_parallel"])
+def test_all_ranks_begin_with_the_buffers_of_rank_0(project: Project, strategy: str) -> None:
+    table = "torch.tensor(float(torch.distributed.is_initialized() and torch.distributed.get_rank()))"
+    project.edit(
+        "model.py", "    model.config, model", f"    model.register_buffer('table', {table})\n    model.config, model"
+    )
+    project.edit("model.py", "else model(inputs)\n", "else model(inputs) + module.table\n")
+    words = ("training.epochs=1", "evaluation.every_epochs=null", "training.micro_batch_size=8")
+    project.run("name=one", *words)
+    project.run("name=two", "device_ids=cpu,cpu", f"strategy={strategy}", *words)
+    for line, expected in zip(project.lines("two"), project.lines("one"), strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> None:
     def create() -> base.Strategy:
