@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from post_gen_project import keep_chosen_lines, next_steps, paths_not_chosen, remove_section, set_value
 from processes import run
-from python_search import candidate_pythons, find_python, read_requirements
+from python_search import candidate_pythons, find_base, find_python, is_older, read_requirements
 
 from conftest import StubPython, marked_processes
 
@@ -113,6 +114,41 @@ def test_missing_tracker_does_not_disqualify_a_python(stub_python: StubPython) -
     found, notes = find_python([python], {"torch": "2.13", "wandb": "0.19"})
     assert found == python
     assert notes == [f"{python} lacks wandb: metrics.jsonl only"]
+
+
+@pytest.mark.parametrize(
+    ("version", "lowest", "older"),
+    [
+        ("2.9.0a0+50eac811a6.nv25.9", "2.8", False),  # NVIDIA's containers hold previews
+        ("2.8.0a0+34c6371d24.nv25.8", "2.8", True),
+        ("2.8.0.dev20250501+cu128", "2.8", True),
+        ("2.8.0rc3", "2.8", True),
+        ("2.8.0+cu128", "2.8", False),
+        ("2.8.0.post1", "2.8", False),
+        ("2.11.0", "2.8", False),
+        ("2.7.1+cu118", "2.8", True),
+        ("11", "11.0", False),
+        ("0.19.2", "0.19.10", True),
+    ],
+)
+def test_versions_are_compared_as_pip_compares_them(version: str, lowest: str, older: bool) -> None:
+    assert is_older(version, lowest) is older
+    assert (version not in SpecifierSet(f">={lowest}", prereleases=True)) is older  # prereleases: what is installed
+
+
+def test_new_environment_takes_the_first_torch_that_is_new_enough(stub_python: StubPython) -> None:
+    versions = {"bare": "", "old": '"torch": "2.7.1"', "preview": '"torch": "2.9.0a0+50eac811a6.nv25.9"'}
+    pythons = {
+        name: stub_python(anything_else=f"echo '[[3, 12, 0], {{{found}}}]'", name=name)
+        for name, found in versions.items()
+    }
+    bare, old, preview = pythons.values()
+    note = f"{old} lacks torch>=2.8 (it has 2.7.1)"
+    assert find_base([bare, old, preview, sys.executable], "2.8", is_named=False) == (preview, True, [note])
+    assert find_base([preview, bare], "2.8", is_named=True) == (preview, True, [])
+    assert find_base([bare, preview], "2.8", is_named=True) == (bare, False, [])
+    assert find_base([bare, old], "2.8", is_named=False) == (bare, False, [note])
+    assert find_base(["/nowhere/python"], "2.8", is_named=False) == (None, False, ["/nowhere/python does not run"])
 
 
 def test_probe_imports_no_library() -> None:

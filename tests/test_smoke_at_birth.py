@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pexpect
 import pytest
 
-from baking import bake, cookiecutter_command, files_of, plain_environment, run_cookiecutter
+from baking import PROJECT, bake, cookiecutter_command, files_of, plain_environment, run_cookiecutter
 
 from conftest import StubPython, marked_processes
 
@@ -279,7 +280,30 @@ def test_broken_resume_fails(template: Path, tmp_path: Path, line: str, reason: 
 @pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_new_environment_is_made_installed_and_passes(template: Path, tmp_path: Path) -> None:
-    result = run_cookiecutter(template, tmp_path / "out", smoke_test="venv", license="none", tracker="none")
+def test_new_environment_is_made_installed_and_passes(template: Path, tmp_path: Path, isolated_python: str) -> None:
+    environment = with_python(isolated_python)  # it has no torch
+    result = run_cookiecutter(
+        template, tmp_path / "out", environment, smoke_test="venv", license="none", tracker="none"
+    )
     assert state_of(result.stdout) == "PASSED", result.stdout
-    assert f"Smoke test with {tmp_path / 'out' / NAME / '.venv' / 'bin' / 'python'}" in result.stdout
+    project = tmp_path / "out" / NAME
+    assert f"Smoke test with {project / '.venv' / 'bin' / 'python'}" in result.stdout
+    assert [*project.glob(".venv/lib/python*/site-packages/torch")]
+    assert (project / "constraints.txt").read_bytes() == (template / PROJECT / "constraints.txt").read_bytes()
+
+
+@pytest.mark.smoke
+@pytest.mark.slow
+def test_new_environment_keeps_the_torch_that_is_there(template: Path, tmp_path: Path) -> None:
+    environment = with_python(sys.executable, PIP_CONSTRAINT="/a/container/names/a/file")
+    result = run_cookiecutter(template, tmp_path / "out", environment, smoke_test="venv", tracker="none")
+    assert state_of(result.stdout) == "PASSED", result.stdout
+    assert f"torch {version('torch')} of {sys.executable} stays" in result.stdout
+    project = tmp_path / "out" / NAME
+    python = project / ".venv" / "bin" / "python"
+    assert f"Smoke test with {python}" in result.stdout
+    assert not [*project.glob(".venv/lib/python*/site-packages/torch*")]
+    found = subprocess.check_output([python, "-c", "import torch; print(torch.__file__)"], text=True)
+    assert Path(found).is_relative_to(sys.prefix)
+    pin = f"\ntorch=={version('torch').partition('+')[0]}\n"
+    assert pin in (project / "constraints.txt").read_text(encoding="utf-8")

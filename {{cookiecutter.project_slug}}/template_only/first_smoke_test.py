@@ -17,10 +17,23 @@ import signal
 from pathlib import Path
 
 from processes import STOP_SIGNALS, run
-from python_search import candidate_pythons, find_python, read_requirements
+from python_search import candidate_pythons, find_base, find_python, read_requirements
 
 SMOKE_SECONDS = 300.0
 VERDICTS = ("smoke test: PASSED", "smoke test: FAILED")
+KEEP_TORCH = """
+import re, sys, sysconfig
+from importlib.metadata import version
+from pathlib import Path
+packages = sysconfig.get_path("purelib", "venv", {"base": ".venv"})
+Path(packages, "own_torch.pth").write_text("\\n".join(path for path in sys.path if path.endswith("-packages")) + "\\n")
+file, torch = Path("constraints.txt"), version("torch")
+pins = re.sub("(?m)^torch==.*", f"torch=={torch.partition('+')[0]}", file.read_text(encoding="utf-8"))
+file.write_text(pins, encoding="utf-8", newline="\\n")
+print(f"torch {torch} of {sys.executable} stays: .venv sees it, constraints.txt names it, none is downloaded.")
+"""
+"""Lets .venv see the packages of the Python that runs this, also if that is a venv itself (--system-site-packages would
+show it the packages behind that one). In constraints.txt, pip would otherwise find a torch to download."""
 LAUNCHER_VARIABLE = re.compile(r"(\w*_)?(RANK|WORLD_SIZE)$|(MASTER|TORCHELASTIC|SLURM|OMPI|PMI)_")
 
 
@@ -46,15 +59,20 @@ def print_result(state: str, reason: str) -> str:
 
 
 def find_python_and_test(project: Path, mode: str) -> str:
-    requirements = read_requirements((project / "pyproject.toml").read_text(encoding="utf-8")) if mode == "auto" else {}
-    python, notes = find_python(candidate_pythons(os.environ), requirements)
+    requirements = read_requirements((project / "pyproject.toml").read_text(encoding="utf-8"))
+    candidates, has_torch = candidate_pythons(os.environ), False
+    if mode == "venv":
+        is_named = bool(os.environ.get("DDP_TEMPLATE_PYTHON"))
+        python, has_torch, notes = find_base(candidates, requirements["torch"], is_named)
+    else:
+        python, notes = find_python(candidates, requirements)
     for note in notes:
         print(f"  {note}", flush=True)
     if python is None:
-        wanted = "Python 3.11 or newer that has the dependencies" if requirements else "Python 3.11 or newer"
+        wanted = "Python 3.11 or newer" if mode == "venv" else "Python 3.11 or newer that has the dependencies"
         return print_result("NOT RUN", f"no {wanted} was found")
     if mode == "venv":
-        python, problem = install(project, python)
+        python, problem = install(project, python, has_torch)
         if problem:
             return print_result("NOT RUN", problem)
     print(f"Smoke test with {python}:", flush=True)
@@ -103,14 +121,25 @@ def excerpt(log: str) -> list[str]:
     return lines[-15:] if first is None else lines[first : first + 30]
 
 
-def install(project: Path, python: str) -> tuple[str, str]:
-    """Make .venv and install the project there. Return the new Python, and an error message, which may be empty."""
+def install(project: Path, python: str, has_torch: bool) -> tuple[str, str]:
+    """Make .venv and install the project there. Return the new Python, and an error message, which may be empty.
+
+    has_torch: `python` has a torch, which .venv takes as it is.
+    """
     new_python = str(project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    pip = [new_python, "-m", "pip", "install", "-c", "constraints.txt"]
-    print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)
-    for command in ([python, "-m", "venv", ".venv"], [*pip, "torch"], [*pip, "-e", "."]):
-        print(f"$ {shlex.join(command)}", flush=True)
-        code, _ = run(command, os.environ)
+    pip, environment = [new_python, "-m", "pip", "install", "-c", "constraints.txt"], dict(os.environ)
+    commands = [[python, "-m", "venv", ".venv"], [*pip, "torch"], [*pip, "-e", "."]]
+    if has_torch:
+        commands[1] = [python, "-c", KEEP_TORCH]
+        environment.pop("PIP_CONSTRAINT", None)  # NVIDIA's containers pin numpy and others there; .venv gets its own
+    else:
+        print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)
+    for command in commands:
+        shown = shlex.join(command).replace(shlex.quote(KEEP_TORCH), "'…'")
+        if has_torch and "PIP_CONSTRAINT" in os.environ:
+            shown = f"PIP_CONSTRAINT= {shown}"
+        print(f"$ {shown}", flush=True)
+        code, _ = run(command, environment)
         if code != 0:
-            return new_python, f"`{shlex.join(command)}` ended with exit code {code}"
+            return new_python, f"`{shown}` ended with exit code {code}"
     return new_python, ""

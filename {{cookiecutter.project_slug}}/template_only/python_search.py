@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 OLDEST_PYTHON = (3, 11)
 # Without its tracker's library, a run warns and writes metrics.jsonl only.
@@ -77,14 +77,39 @@ def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> t
     return None, notes
 
 
-def missing_requirements(requirements: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    def numbers(version: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+def find_base(candidates: Sequence[str], lowest_torch: str, is_named: bool) -> tuple[str | None, bool, list[str]]:
+    """Return the Python to make .venv with, or None, whether it has a torch to keep, and notes.
 
+    The first Python with a torch that is new enough is taken, else the first one of all. If the user has named the
+    first candidate, no other one's torch is taken.
+    """
+    python, notes = find_python(candidates[:1] if is_named else candidates, {"torch": lowest_torch})
+    notes = [note for note in notes if not note.endswith(" lacks torch")]
+    if python is not None:
+        return python, True, notes
+    python, more = find_python(candidates, {})
+    return python, False, list(dict.fromkeys(notes + more))
+
+
+def missing_requirements(requirements: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     missing = []
     for name, lowest in requirements.items():
         if name not in found:
             missing.append(name)
-        elif numbers(found[name]) < numbers(lowest):
+        elif is_older(found[name], lowest):
             missing.append(f"{name}>={lowest} (it has {found[name]})")
     return missing
+
+
+def is_older(version: str, lowest: str) -> bool:
+    """Return True if `version` is older than the release `lowest`, by pip's rules.
+
+    The torch of a container may be a preview: 2.9.0a0+50eac811a6.nv25.9 is newer than 2.8 and older than 2.9.
+    """
+    parts = re.match(r"([\d.]*\d)[-_.]?(a|b|c|rc|pre|dev)?", version)
+    if parts is None:
+        return True
+    numbers, wanted = ([int(number) for number in text.split(".")] for text in (parts[1], lowest))
+    numbers += [0] * (len(wanted) - len(numbers))
+    wanted += [0] * (len(numbers) - len(wanted))
+    return numbers < wanted or (numbers == wanted and parts[2] is not None)
