@@ -2,6 +2,10 @@
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+HAS_PYTHON = test -n "$(PYTHON)" || \
+	{ echo "No Python 3.11 or newer was found. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+GPU_PYTHON ?= 3.12
+GPU_MACHINE ?= x86_64
 BIN := $(CURDIR)/.venv/bin
 PROJECT := {{cookiecutter.project_slug}}
 READY := .venv/.ready
@@ -16,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-gpu test-fast test-cluster campaigns lint size format docs recording charts \
+.PHONY: help demo bake test test-all test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
 	benchmark benchmark-data memory horovod clean
 
 help:  ## list the commands
@@ -42,8 +46,15 @@ test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves 
 	cd "$(PROJECT)" && $(PYTEST) tests/machinery
 	$(PYTEST) -m slow
 
-test-gpu: $(READY)  ## run what only a GPU can show; PYTHON must be one whose torch sees it (10 minutes)
-	cd "$(PROJECT)" && $(PYTEST) -m gpu tests/machinery
+test-gpu:  ## run what only a GPU can show, with PYTHON as it is: its torch must see the GPU (10 minutes)
+	@$(HAS_PYTHON)
+	@$(PYTHON) tools/gpu_packages.py
+	python="$$($(PYTHON) -c 'import sys; print(sys.executable)')" && cd "$(PROJECT)" && \
+	"$$python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest" -m gpu $$(grep -l mark.gpu tests/machinery/test_*.py)
+
+gpu-wheels:  ## download what a GPU machine without a network lacks (for Python GPU_PYTHON=3.12, GPU_MACHINE=x86_64)
+	@$(HAS_PYTHON)
+	@$(PYTHON) tools/gpu_packages.py $(GPU_PYTHON) $(GPU_MACHINE)
 
 test-fast: lint  ## check style and types, run the template's tests that train nothing (2 minutes)
 	$(PYTEST) -m "not smoke and not slow"
@@ -116,7 +127,7 @@ clean:  ## remove .venv, .cache and build, including the projects in build
 	rm -rf .venv .cache build
 
 $(READY): constraints.txt
-	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(HAS_PYTHON)
 	test -x "$(BIN)/python" || $(PYTHON) -m venv .venv
 	"$(BIN)/python" -m pip install -c constraints.txt torch
 	"$(BIN)/python" -m pip install --quiet -r constraints.txt
