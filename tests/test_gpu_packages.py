@@ -43,7 +43,7 @@ def test_missing_packages_are_named_in_one_line_with_the_command_that_installs_t
     del versions["torch"]
     result = what_is_missing(versions, tmp_path / "torchless")
     assert result.returncode == 1
-    assert "lacks torch, pydantic. Name a Python that has torch" in result.stderr
+    assert "lacks torch, pydantic. Name one that has torch: PYTHON=" in result.stderr
     assert "gpu-wheels" not in result.stderr  # they hold no torch
 
 

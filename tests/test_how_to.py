@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,19 @@ def test_notebook_trains_its_own_model_on_two_ranks_and_continues(template: Path
     assert model.strip() == written.partition("\n")[2].strip()
     pages = ["".join(output["data"]["text/html"]) for output in outputs if "text/html" in output.get("data", {})]
     assert len(pages) == 1 and "&lt;svg" in pages[0]
+
+
+def test_documented_command_writes_the_version_of_the_torch_that_is_there(tmp_path: Path) -> None:
+    page = (HOW_TO / "own-torch.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^sed .*constraints\.txt$", page, re.MULTILINE)
+    assert f"\n{command}\n" in (ROOT / PROJECT / "README.md").read_text(encoding="utf-8")
+    pins = (ROOT / PROJECT / "constraints.txt").read_text(encoding="utf-8")
+    changed = re.sub(r"(?m)^torch==.*", "torch==0.1", pins)
+    (tmp_path / "constraints.txt").write_text(changed, encoding="utf-8")
+    environment = plain_environment({"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"})
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, check=True)
+    own = version("torch").partition("+")[0]
+    assert (tmp_path / "constraints.txt").read_text(encoding="utf-8") == changed.replace("torch==0.1", f"torch=={own}")
 
 
 def test_pods_get_the_time_that_ranks_have_to_save_and_keep_the_runs() -> None:

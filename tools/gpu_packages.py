@@ -60,7 +60,9 @@ def what_is_missing() -> str:
         return ""
     lack = f"{sys.executable} lacks {', '.join(text for texts in missing.values() for text in texts)}."
     if "torch" in names:
-        return f"{lack} Name a Python that has torch: PYTHON=/path/to/python3"
+        return (
+            f"{lack} Name one that has torch: PYTHON=/path/to/python3, or after `make .venv/.ready`, .venv/bin/python"
+        )
     version = f"GPU_PYTHON={sys.version_info.major}.{sys.version_info.minor} GPU_MACHINE={platform.machine()}"
     pip = f"{shlex.quote(sys.executable)} -m pip install --no-index --no-deps --find-links {WHEELS} --target {SITE}"
     return (
