@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOG_EVERY = 50
-"""Steps between two log lines of each loop; the time between two lines is a lap."""
+"""Steps between two log lines of each loop, unless a case says otherwise; the time between two lines is a lap."""
 OURS, BARE, AGAIN, TUNED = "generated trainer", "bare", "bare, again", "bare, tuned"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 TRANSFORMERS = Path(sys.prefix) / "only_transformers"
@@ -45,6 +45,14 @@ class Case:
     data: str = "batches"
     """How samples are read: see workload/dataset.py. For "batches", only tuned loops and ours read whole batches."""
     num_workers: int = 0
+    device: str = "cpu"
+    precision: str = "fp32"
+    use_tf32: bool = True
+    is_compiled: bool = False
+    size: str = "full"
+    """Of the large works of gpu.py: full, or tiny for a rehearsal on the CPU."""
+    log_every: int = LOG_EVERY
+    timeout_seconds: float = 180.0
 
     @property
     def name(self) -> str:

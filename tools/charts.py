@@ -6,6 +6,7 @@ Each chart is written twice, for light and for dark pages.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,16 @@ def rows(path: Path, section: str = "") -> list[list[str]]:
 def draw_speed(axes: Axes, report: str, section: str) -> None:
     """Draw the milliseconds per step for each loop of a benchmark, the fastest on top."""
     table = [row for row in rows(ROOT / "benchmarks" / report, section) if row[0] != "bare, again"]
-    table.sort(key=lambda row: -int(row[1]))
-    names, values = [row[0] for row in table], [int(row[1]) / 1000 for row in table]
+    draw_bars(axes, f"{section}: milliseconds a step", {row[0]: int(row[1]) / 1000 for row in table})
+
+
+def draw_bars(axes: Axes, title: str, table: dict[str, float]) -> None:
+    names = sorted(table, key=lambda name: -table[name])
+    values = [table[name] for name in names]
     bars = axes.barh(names, values, color=[OURS if name == "generated trainer" else OTHERS for name in names])
     axes.bar_label(bars, fmt="%.2f" if max(values) < 10 else "%.1f", padding=3, color=pyplot.rcParams["text.color"])
     axes.margins(x=0.1)
-    axes.set_title(f"{section}: milliseconds a step", loc="left")
+    axes.set_title(title, loc="left")
 
 
 def draw_faults(axes: Axes) -> None:
@@ -72,21 +77,41 @@ def draw_faults(axes: Axes) -> None:
     axes.set_title("Faults that were injected, and runs that lost work", loc="left")
 
 
-def main() -> None:
-    folder = ROOT / "docs" / "charts"
-    folder.mkdir(exist_ok=True)
+def draw_gpu(tables: dict[str, dict[str, float]], folder: Path) -> None:
+    """Write gpu-light.svg and gpu-dark.svg to the folder. `tables` maps titles to {loop: milliseconds a step}."""
+    num_bars = sum(len(table) for table in tables.values())
+    for theme in themes():
+        size = (7.5, 0.7 * len(tables) + 0.32 * num_bars)
+        heights = [len(table) + 1 for table in tables.values()]
+        figure, axes = pyplot.subplots(
+            len(tables), 1, figsize=size, layout="constrained", height_ratios=heights, squeeze=False
+        )
+        for own, (title, table) in zip(axes[:, 0], tables.items(), strict=True):
+            draw_bars(own, f"{title}: milliseconds a step", table)
+        save(figure, folder / f"gpu-{theme}.svg")
+
+
+def themes() -> Iterator[str]:
+    """Yield the name of each theme, whose style holds until the next one is asked for."""
     for theme, ink in INK.items():
         style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ddp-template", "font.size": 11}
         style |= {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
         style |= {f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")}
         with pyplot.rc_context(style):
-            figure, axes = pyplot.subplots(len(BENCHMARKS), 1, figsize=(7.5, 9), layout="constrained")
-            for report_axes, (report, section) in zip(axes, BENCHMARKS, strict=True):
-                draw_speed(report_axes, report, section)
-            save(figure, folder / f"speed-{theme}.svg")
-            figure, single = pyplot.subplots(figsize=(7.5, 2.9), layout="constrained")
-            draw_faults(single)
-            save(figure, folder / f"faults-{theme}.svg")
+            yield theme
+
+
+def main() -> None:
+    folder = ROOT / "docs" / "charts"
+    folder.mkdir(exist_ok=True)
+    for theme in themes():
+        figure, axes = pyplot.subplots(len(BENCHMARKS), 1, figsize=(7.5, 9), layout="constrained")
+        for report_axes, (report, section) in zip(axes, BENCHMARKS, strict=True):
+            draw_speed(report_axes, report, section)
+        save(figure, folder / f"speed-{theme}.svg")
+        figure, single = pyplot.subplots(figsize=(7.5, 2.9), layout="constrained")
+        draw_faults(single)
+        save(figure, folder / f"faults-{theme}.svg")
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from workload.model import ModelConfig, build_model, compute_loss
+from workload.model import compute_loss
 
-from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.common import Recorder, leave, make_loader, make_model, make_optimizer
 from loops.settings import Settings
 
 
 def main() -> None:
     settings = Settings.from_environment()
     # split_batches: each rank takes its contiguous part of the global batches that the loader gives.
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    model = build_model(ModelConfig(settings.work))
+    data = DataLoaderConfiguration(split_batches=True, non_blocking=settings.is_tuned and settings.device != "cpu")
+    precision = settings.precision.replace("fp32", "no")
+    accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision=precision, dataloader_config=data)
+    model = make_model(settings)
     optimizer = make_optimizer(model, settings)
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(settings, rank=0, num_ranks=1))
     recorder = Recorder(settings, accelerator.process_index)

@@ -1,4 +1,4 @@
-"""Code that all loops share, so that only the loops differ: the order of the data, the optimizer and the log."""
+"""Code that all loops share, so that only the loops differ: the model, the data's order, the optimizer and the log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Sampler
 from workload.dataset import make_dataset
+from workload.model import ModelConfig, build_model
 
 from loops.settings import LEARNING_RATE, WEIGHT_DECAY, Settings
 
@@ -43,15 +45,41 @@ class OrderedBatches(Sampler[list[int]]):
         return self._settings.num_samples // self._settings.global_batch_size
 
 
+def make_model(settings: Settings) -> nn.Module:
+    """Return the model on its device, compiled if the settings say so."""
+    if settings.device != "cpu":  # as in the generated trainer
+        torch.set_float32_matmul_precision("high")  # TF32
+        torch.backends.cudnn.benchmark = True
+    model = build_model(ModelConfig(settings.work, settings.size)).to(settings.device)
+    if settings.is_compiled:
+        model.compile()
+    return model
+
+
+def autocast(settings: Settings) -> AbstractContextManager[Any]:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if settings.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(settings.device, dtypes[settings.precision])
+
+
+def move(batch: Any, settings: Settings) -> Any:
+    """Return the batch on the device. A tuned loop does not wait for the copy."""
+    if settings.device == "cpu":
+        return batch
+    return [tensor.to(settings.device, non_blocking=settings.is_tuned) for tensor in batch]
+
+
 def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any]:
     """Return a DataLoader as most people write it or, if tuned, one that gets whole batches from data sets that can."""
     batches = OrderedBatches(settings, rank, num_ranks)
-    samples = (settings.work, settings.num_samples, settings.data, settings.images)
-    if settings.data == "batches" and not settings.is_tuned:
-        return DataLoader(make_dataset(*samples[:2], "tuples", ""), batch_sampler=batches)
+    data = "tuples" if settings.data == "batches" and not settings.is_tuned else settings.data
+    samples = (settings.work, settings.num_samples, data, settings.images, settings.size)
     dataset = make_dataset(*samples, is_tuned=settings.is_tuned)
     collate = as_it_is if hasattr(dataset, "__getitems__") and settings.is_tuned else None
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=settings.num_workers)
+    pin = settings.is_tuned and settings.device != "cpu"
+    workers = settings.num_workers
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -91,10 +119,12 @@ class Recorder:
 
     def finish(self, last_loss: Tensor | None = None) -> None:
         """Write the rank's results. `last_loss` is the loss of the last step, for a loop that does not call log()."""
+        is_on_gpu = self._settings.device != "cpu"
+        peak = torch.cuda.max_memory_allocated() if is_on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         result = {
             "lap_seconds": [end - start for start, end in pairwise(self._times)],
             "final_loss": self._loss if last_loss is None else mean_over_ranks(last_loss),
-            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "peak_memory_mib": peak / (2**20 if is_on_gpu else 2**10),
         }
         path = self._settings.output / f"result_{self._rank}.json"
         path.write_text(json.dumps(result), encoding="utf-8")

@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 from lightning.fabric import Fabric
-from workload.model import ModelConfig, build_model, compute_loss
+from workload.model import compute_loss
 
-from loops.common import Recorder, leave, make_loader, make_optimizer
-from loops.settings import Settings
+from loops.common import Recorder, leave, make_loader, make_model, make_optimizer
+from loops.settings import PRECISIONS, Settings
 
 
 def main() -> None:
     settings = Settings.from_environment()
     strategy = "ddp" if settings.num_ranks > 1 else "auto"
-    fabric = Fabric(accelerator="cpu", devices=settings.num_ranks, strategy=strategy)
+    fabric = Fabric(
+        accelerator=settings.device,
+        devices=settings.num_ranks,
+        strategy=strategy,
+        precision=PRECISIONS[settings.precision],
+    )
     fabric.launch()
-    model = build_model(ModelConfig(settings.work))
+    model = make_model(settings)
     model, optimizer = fabric.setup(model, make_optimizer(model, settings))
     own_loader = make_loader(settings, fabric.global_rank, settings.num_ranks)
     loader = fabric.setup_dataloaders(own_loader, use_distributed_sampler=False)

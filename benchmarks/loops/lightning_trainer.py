@@ -8,17 +8,17 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from workload.model import ModelConfig, build_model, compute_loss
+from workload.model import compute_loss
 
-from loops.common import Recorder, leave, make_loader, make_optimizer
-from loops.settings import Settings
+from loops.common import Recorder, leave, make_loader, make_model, make_optimizer
+from loops.settings import PRECISIONS, Settings
 
 
 class Module(LightningModule):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings, self.step = settings, 0
-        self.model = build_model(ModelConfig(settings.work))
+        self.model = make_model(settings)
         self.recorder: Recorder
 
     def configure_optimizers(self) -> Optimizer:
@@ -43,7 +43,8 @@ class Module(LightningModule):
 def main() -> None:
     settings = Settings.from_environment()
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=settings.device,
+        precision=PRECISIONS[settings.precision],
         devices=settings.num_ranks,
         strategy="ddp" if settings.num_ranks > 1 else "auto",
         max_steps=settings.num_steps,

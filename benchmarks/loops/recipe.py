@@ -8,14 +8,14 @@ import os
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
-from workload.model import ModelConfig, build_model, compute_loss
+from workload.model import compute_loss
 
-from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.common import Recorder, leave, make_loader, make_model, make_optimizer
 from loops.settings import Settings
 
 
 def train(rank: int, settings: Settings) -> None:
-    model = DistributedDataParallel(build_model(ModelConfig(settings.work)))
+    model = DistributedDataParallel(make_model(settings))
     optimizer = make_optimizer(model, settings)
     loader = make_loader(settings, rank, settings.num_ranks)
     recorder = Recorder(settings, rank)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from workload.model import ModelConfig, build_model, compute_loss
+from workload.model import compute_loss
 
-from loops.common import Recorder, leave, make_loader, make_optimizer
+from loops.common import Recorder, leave, make_loader, make_model, make_optimizer
 from loops.settings import LEARNING_RATE, Settings
 
 
@@ -48,7 +48,9 @@ def main() -> None:
     settings = Settings.from_environment()
     arguments = TrainingArguments(
         output_dir=str(settings.output / "trainer"),
-        use_cpu=True,
+        use_cpu=settings.device == "cpu",
+        bf16=settings.precision == "bf16",
+        fp16=settings.precision == "fp16",
         max_steps=settings.num_steps,
         per_device_train_batch_size=settings.global_batch_size // settings.num_ranks,
         learning_rate=LEARNING_RATE,
@@ -61,7 +63,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    model = build_model(ModelConfig(settings.work))
+    model = make_model(settings)
     marks = MarkLogs(settings)
     trainer = OwnTrainer(
         model=model, args=arguments, optimizers=(make_optimizer(model, settings), None), callbacks=[marks]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from .networks import random_samples
+
 
 @dataclass
 class DataConfig:
@@ -19,32 +21,37 @@ class DataConfig:
     """How samples are read: one of the kinds in make_dataset()."""
     images: str = ""
     """The folder of the PNG files, for `data: images`."""
+    size: str = "full"
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     """Returns one sample at a time, as most data sets do."""
 
-    def __init__(self, work: str, num_samples: int) -> None:
+    def __init__(self, work: str, num_samples: int, size: str = "full") -> None:
+        self.num_samples = num_samples
         generator = torch.Generator().manual_seed(1)
         if work == "transformer":
             self.inputs = torch.randint(0, 64, (num_samples, 32), generator=generator)
             self.targets = ((self.inputs < 32).sum(dim=1) - 11).clamp(0, 9)
+        elif work != "mlp":
+            self.inputs, self.targets = random_samples(work, size, num_samples, generator)
         else:
             self.inputs = torch.randn(num_samples, 64, generator=generator)
             self.targets = (self.inputs @ torch.randn(64, 10, generator=generator)).argmax(dim=1)
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
+        row = index % len(self.inputs)  # of large samples, few are kept and come again
+        return self.inputs[row], self.targets[row]
 
 
 class BatchedSamples(Samples):
     """Returns a whole batch in one call. DataLoader and the generated project use __getitems__ if it exists."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices) % len(self.inputs)
         return self.inputs[rows], self.targets[rows]
 
 
@@ -88,7 +95,9 @@ class Images(Samples):
             Image.fromarray(pixels.numpy()).save(path)
 
 
-def make_dataset(work: str, num_samples: int, data: str, images: str, *, is_tuned: bool = False) -> Dataset[Any]:
+def make_dataset(
+    work: str, num_samples: int, data: str, images: str, size: str = "full", *, is_tuned: bool = False
+) -> Dataset[Any]:
     """Return the data set of the kind `data`. If `is_tuned`, "tensors" and "tuples" return whole batches."""
     if data == "images":
         return Images(images, num_samples)
@@ -96,11 +105,12 @@ def make_dataset(work: str, num_samples: int, data: str, images: str, *, is_tune
     if data in ("torch draws", "other draws"):
         return kinds[data](work, num_samples)
     if is_tuned or data == "batches":
-        return BatchedSamples(work, num_samples)
-    samples = Samples(work, num_samples)
+        return BatchedSamples(work, num_samples, size)
+    samples = Samples(work, num_samples, size)
     return TensorDataset(samples.inputs, samples.targets) if data == "tensors" else samples
 
 
 def build_datasets(config: DataConfig) -> tuple[Dataset[Any], Dataset[Any]]:
     """Return the training set and a small validation set, which is unused, since no loop evaluates."""
-    return make_dataset(config.work, config.num_samples, config.data, config.images), BatchedSamples(config.work, 100)
+    training_set = make_dataset(config.work, config.num_samples, config.data, config.images, config.size)
+    return training_set, BatchedSamples(config.work, 100, config.size)

@@ -1,8 +1,8 @@
 """The models that every loop trains. The measured project uses this file as its model.py.
 
 `mlp` has 64-64-10 units: its step is so short that the cost of the loop shows. `transformer` has four layers of width
-128. Each rank of each loop calls build_model(). That function therefore also limits the rank to one thread and makes
-it write the time at which its first step ends.
+128. networks.py has larger ones, for a GPU. Each rank of each loop calls build_model(). That function therefore also
+limits a rank without a GPU to one thread, and makes each rank write the time at which its first step ends.
 """
 
 import os
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .networks import NETWORKS
+
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
@@ -26,6 +28,7 @@ NUM_FEATURES, NUM_TOKENS, WIDTH, NUM_CLASSES = 64, 64, 128, 10
 @dataclass
 class ModelConfig:
     work: str = "mlp"
+    size: str = "full"
 
 
 class TokenClassifier(nn.Module):
@@ -46,10 +49,13 @@ class TokenClassifier(nn.Module):
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
     _write_when_first_step_ends()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        if config.work in NETWORKS:
+            return NETWORKS[config.work](config.size)
         if config.work == "transformer":
             return TokenClassifier()
         return nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
@@ -58,7 +64,7 @@ def build_model(config: ModelConfig) -> nn.Module:
 def compute_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     inputs, targets = batch
     outputs = model(inputs)
-    return nn.functional.cross_entropy(outputs, targets), outputs
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten()), outputs
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
@@ -84,6 +90,8 @@ def _write_when_first_step_ends() -> None:
     def write(optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
         if optimizer.param_groups[0]["lr"] == 0:
             return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         path.write_text(repr(time.time()), encoding="utf-8")
         handle.remove()
 
