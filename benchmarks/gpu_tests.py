@@ -20,7 +20,7 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[1] / "{{cookiecutter.project_slug}}"
 PART, LINES = "GPU_TESTS_PART", "GPU_TESTS_LINES"
-ALONE = "auto"
+ALONE = "auto_takes or memory_another"
 """A pattern of tests that run first and alone: they ask whether the GPU is free."""
 
 
@@ -36,7 +36,7 @@ def run_tests(
     Each outcome has a label, an outcome (passed, failed, skipped, or cut off), seconds, and a reason.
     """
     deadline, done = time.monotonic() + seconds, list[dict[str, Any]]()
-    for number, (chosen, jobs) in enumerate(((ALONE, 1), (f"not {ALONE}", num_jobs))):
+    for number, (chosen, jobs) in enumerate(((ALONE, 1), (f"not ({ALONE})", num_jobs))):
         parts = [_start(folder / f"tests_{number}_{job}", environment, chosen, f"{job}/{jobs}") for job in range(jobs)]
         former, found = done, list[dict[str, Any]]()
         is_running = True
@@ -47,9 +47,9 @@ def run_tests(
             if former + found != done:
                 show(done := former + found)
         for process, part in parts:
-            if process.poll() is None:
-                _kill_all(str(part))
-            elif process.returncode not in (0, 1, 5) or (process.returncode and not _read(part)):  # 5: no tests
+            is_cut_off = process.poll() is None
+            _kill_all(str(part))  # also runs that a test has left when its own time was over
+            if not is_cut_off and process.returncode not in (0, 1, 5):  # 5: no tests
                 last = (part / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
                 done.append({"label": f"pytest, part {part.name}", "outcome": "failed", "reason": "\n".join(last)})
     return [outcome if outcome["outcome"] != "started" else outcome | {"outcome": "cut off"} for outcome in done]
@@ -104,7 +104,11 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")[-1500:]
+        reason = (
+            report.longrepr[2].removeprefix("Skipped: ")
+            if isinstance(report.longrepr, tuple)
+            else str(report.longrepr or "")[-1500:]
+        )
         _write(report.nodeid, report.outcome, seconds=round(report.duration, 1), reason=reason)
 
 
