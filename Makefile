@@ -21,7 +21,7 @@ PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bake test test-all test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
-	benchmark benchmark-data memory horovod clean
+	benchmark benchmark-data gpu-report memory horovod clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ benchmark: .cache/benchmark/.ready  ## compare the trainer's speed with bare loo
 
 benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people write them (30 minutes)
 	.cache/benchmark/bin/python benchmarks/run.py --case " on " --rounds 3 --output RESULTS-DATA.md
+
+gpu-report:  ## measure on a GPU, with $(PYTHON) as it is, and write benchmarks/RESULTS-GPU.md (8 minutes); see benchmarks/README.md
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 memory: $(READY)  ## measure what ranks hold in memory under FSDP and when a checkpoint is loaded (1 minute)
 	"$(BIN)/python" benchmarks/memory.py

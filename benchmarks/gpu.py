@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
@@ -150,10 +151,16 @@ def run_tests(report: Report, work: Path, environment: dict[str, str], deadline:
 def run_comparison(report: Report, bench: Any, comparison: Any, deadline: float, rounds: int) -> None:
     """Run each variant, `rounds` times in turn. One that fails becomes an entry with the reason."""
     entry = report.begin(comparison.name)
-    for variant in comparison.variants * rounds:
-        if time.monotonic() > deadline:
+
+    def run(variant: Any) -> list[dict[str, Any]] | None:
+        return attempt(variant.label, lambda: measured(bench, variant)) if time.monotonic() < deadline else None
+
+    is_rehearsal = not report.results["machine"]["card"]
+    run_all = ThreadPoolExecutor(2).map if is_rehearsal else map  # only a rehearsal may run two at a time
+    for entries in run_all(run, comparison.variants * rounds):
+        if entries is None:
             return
-        entry["entries"] += attempt(variant.label, lambda variant=variant: measured(bench, variant))
+        entry["entries"] += entries
         report.save()
     entry["is_complete"] = True
     report.save()

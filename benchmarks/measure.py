@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Bench:
     """A folder with a copy of the project and the order of the samples. Runs are measured in this folder."""
 
     def __init__(self, folder: Path, cases: Sequence[Case], environment: dict[str, str] = ON_CPU) -> None:
-        self._folder, self._count, self._environment = folder, 0, environment
+        self._folder, self._numbers, self._environment = folder, count(1), environment
         self._project = folder / "project"
         self._project.mkdir()
         shutil.copy(PROJECT / "run.py", self._project)
@@ -117,8 +118,7 @@ class Bench:
 
     def _prepare(self, row: Row, case: Case) -> tuple[Settings, Path, dict[str, str]]:
         """Return a run's settings, a new folder for its results, and its environment."""
-        self._count += 1
-        output = self._folder / f"run_{self._count}"
+        output = self._folder / f"run_{next(self._numbers)}"
         output.mkdir()
         settings = Settings(
             work=case.work,

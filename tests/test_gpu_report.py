@@ -1,0 +1,81 @@
+"""Tests of `make gpu-report`, which a GPU machine runs for the first time without anybody who could mend it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROWS = (
+    "tests gpt-bf16-compile gpt-bf16 resnet-bf16 bert loader copies resnet-bf16-compile gpt-tf32 resnet-tf32 "
+    "gpt-bf16-compile-libraries resnet-bf16-compile-libraries"
+).split()
+LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning", "Lightning Trainer": "lightning"}
+LIBRARIES |= {"transformers Trainer": "transformers"}
+
+
+def report(*words: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--silent", "gpu-report", f"PYTHON={' '.join(python)}", f"ARGS={' '.join(words)}"]
+    return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+
+
+def read(folder: Path) -> tuple[dict[str, Any], str]:
+    results = json.loads((folder / "results-gpu.json").read_text(encoding="utf-8"))
+    return results, (folder / "RESULTS-GPU.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a busy machine; 2 minutes on two cores of its own
+def test_rehearsal_fills_every_row_with_a_figure(tmp_path: Path) -> None:
+    done = report("--rehearse", "--minutes 14", f"--output {tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results, page = read(tmp_path)
+    sections = dict(zip(*[iter(re.split(r"^## (.*)\n", page, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    assert list(sections) == ROWS == results["names"], page
+    assert "Every row was reached." in page
+    assert len(re.findall(r"^\| `test_.*\| skipped: .*\| \d", sections["tests"], re.MULTILINE)) > 30
+    for name in ROWS[1:]:
+        for entry in results["rows"][name]["entries"]:
+            label, package = entry["label"], LIBRARIES.get(entry["label"])
+            if package and find_spec(package) is None:
+                assert f"{label}: {package} is not installed" in sections[name]
+            else:
+                assert re.search(rf"^\| \**{re.escape(label)}\** \| \d+\.\d\d \| \d", sections[name], re.MULTILINE), (
+                    page
+                )
+    assert all((tmp_path / f"gpu-{theme}.svg").exists() for theme in ("light", "dark"))
+
+
+def test_results_of_the_same_card_and_torch_are_kept(tmp_path: Path) -> None:
+    words = ("--rehearse", "--minutes 0", f"--output {tmp_path}")
+    assert report(*words).returncode == 0
+    results, page = read(tmp_path)
+    assert f'`make gpu-report ARGS="--rows {",".join(ROWS)}"`' in page
+    entry = {"label": "fp16", "milliseconds": 1.5, "startup_seconds": 3, "peak_memory_mib": 5, "final_loss": 0.7}
+    results["rows"]["bert"] = {"date": "2026-01-02 03:04", "entries": [entry], "is_complete": True}
+    (tmp_path / "results-gpu.json").write_text(json.dumps(results), encoding="utf-8")
+    assert report(*words).returncode == 0
+    kept, page = read(tmp_path)
+    assert kept["rows"] == results["rows"] and "| fp16 | 1.50 | 1.000 |" in page and "2026-01-02 03:04" in page
+    kept["machine"]["torch"] = "2.8.0"
+    (tmp_path / "results-gpu.json").write_text(json.dumps(kept), encoding="utf-8")
+    assert report(*words).returncode == 0
+    assert read(tmp_path)[0]["rows"] == {}
+
+
+def test_python_without_the_packages_is_told_in_one_line() -> None:
+    done = report(python=(sys.executable, "-I", "-S"))
+    assert done.returncode != 0 and "has no torch, numpy, pydantic" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rows_that_do_not_exist_are_refused() -> None:
+    done = report("--rehearse", "--rows gpt,bert")
+    assert done.returncode != 0 and "there is no gpt; there are tests, gpt-bf16-compile" in done.stderr
