@@ -143,6 +143,7 @@ def find(check: str, nvml: Any) -> list[Finding]:
 
 def test_torch_without_cuda_is_named_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = SimulatedNvml(39.0, 1.0)
     driver, first, second = find("driver", nvml)
     assert driver.status == "broken" and "torch sees 0" in driver.detail

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 
 from template_package.config import Config, LaunchConfig, load_config
 from template_package.errors import ConfigError
@@ -203,8 +204,12 @@ def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
 @pytest.mark.timeout(300)
 def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project: Project) -> None:
     (project.folder / "seconds_per_evaluation").write_text("0.3", encoding="utf-8")  # 37 samples, one at a time
-    # The other rank waits for the killed one's answer to the agent's SIGTERM, until the agent kills it too.
-    options = "--standalone --nproc-per-node=2 --max-restarts=1 --shutdown-timeout=5"
+    # The other rank waits for the killed one's answer to the agent's SIGTERM, until the agent kills it too: after 30
+    # seconds, unless this version of torchrun can be told otherwise.
+    options = "--standalone --nproc-per-node=2 --max-restarts=1"
+    options += " --shutdown-timeout=5" * (
+        "--shutdown-timeout" in Path(torch.distributed.run.__file__).read_text("utf-8")
+    )
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
     words = ("device_ids=cpu,cpu", "training.epochs=1", "evaluation.micro_batch_size=1", "checkpoint.every_steps=2")
     process = project.start(*words, command=torchrun)
