@@ -258,6 +258,27 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + item.name, item
 
 
+def settings_without_effect(config: Config) -> Iterator[str]:
+    """Yield a line for each setting that is no default and that another one, or a function of model.py, overrides."""
+    schedule, section = config.schedule.name, config.strategy if hasattr(config, config.strategy) else "ddp"
+    is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
+    rules = (
+        ("schedule[.]", hasattr(user_model, "learning_rate"), "learning_rate() in model.py takes its place"),
+        ("optimizer[.](?!l)", hasattr(user_model, "build_optimizer"), "build_optimizer() in model.py may ignore it"),
+        ("schedule[.]milestones", schedule != "step", f"schedule.name={schedule}"),
+        ("schedule[.]decay_factor", schedule not in ("step", "plateau"), f"schedule.name={schedule}"),
+        ("schedule[.]patience", schedule != "plateau", f"schedule.name={schedule}"),
+        ("schedule[.]min_learning_rate", schedule in ("constant", "one_cycle"), f"schedule.name={schedule}"),
+        ("schedule[.]name=plateau|training[.]early_stopping", not is_evaluated, "there are no evaluations"),
+        (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
+        ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
+    )
+    values = dotted(to_dict(config))
+    for setting in [f"{k}={one_line(values[k])}" for k, item in all_keys() if values.get(k) != default_of(item)]:
+        if reasons := [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]:
+            yield f"{setting} has no effect: {reasons[0]}"
+
+
 def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
     """Yield a message for each invalid key. In `settings`, turn text like "0.9,0.95" into a list if needed."""
     types = get_type_hints(section)

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from . import model as user_model
-from .config import Config, differing_keys, to_dict
+from .config import Config, differing_keys, settings_without_effect, to_dict
 from .data import build_datasets, create_loader
 from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_run, load_weights, read_once
-from .training.checks import MemoryLimit, check_finite, check_replicas, rehearse, rehearse_last
+from .training.checks import MemoryLimit, check_finite, check_model, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_on_epoch_begin, figures_of, tell_of_names
 from .training.optimization import WeightAverage, choose_optimizer
@@ -53,7 +53,7 @@ class Trainer:
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         with context.local_rank_first("model"):
-            model = user_model.build_model(config.model).train()
+            model = check_model(user_model.build_model(config.model))
         if config.checkpoint.initial_weights is not None:
             load_weights(model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights=")
         call_on_epoch_begin(model, range(1))
@@ -65,6 +65,8 @@ class Trainer:
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)
+        for line in settings_without_effect(config):
+            logger.info(line)
 
     @property
     def is_complete(self) -> bool:
@@ -155,6 +157,7 @@ class Trainer:
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
+        call_after_step(self.strategy, progress.step, self.tracking)
         if self.average is not None:
             self.average.update(progress.step)
         self.losses.append((sums["loss"], progress.step))
@@ -167,7 +170,6 @@ class Trainer:
             check_replicas(self.strategy.module, progress.step, self.context)
         if progress.is_logged(config.logging.every_steps):
             self.log(sums, gradient_norm)
-        call_after_step(self.strategy, progress.step, self.tracking)
         is_last = progress.step == self.total_steps
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
         if progress.is_due(config.checkpoint) or is_last:

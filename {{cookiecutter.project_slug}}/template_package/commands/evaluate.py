@@ -68,9 +68,9 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     if not is_checkpoint:
         load_weights(model, path)
         state["model"] = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    check_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, state["model"], name)
     strategy = create_strategy(config, context)
     strategy.prepare(model)
+    check_shapes(strategy.shapes, state["model"], name)
     strategy.set_weights(state.get("average", state["model"]))
     return state, strategy, data
 

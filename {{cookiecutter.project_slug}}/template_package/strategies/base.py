@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .common import WHOLE, checkpoint_activations, receive, set_optimizer_state
+from .common import WHOLE, checkpoint_activations, receive, set_optimizer_state, shapes_of
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -46,11 +46,14 @@ class Strategy:
         self.module = self.move(model)
         if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+            has_any = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
+            if has_any and build_optimizer is not None and self.context.device.type == "cpu":
+                raise ConfigError("training.sync_batchnorm=true: torch trains with it on GPUs only. Set it to false.")
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
             self.module.compile()  # in place: names stay plain
-        self.evaluation_model = self.module
+        self.evaluation_model, self.shapes = self.module, shapes_of(self.module)  # before wrap() shards it
         self._build_optimizer: Any = build_optimizer
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
@@ -120,10 +123,6 @@ class Strategy:
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of each whole (unsharded) tensor in the model's state dict."""
-        return {name: tensor.shape for name, tensor in self.module.state_dict().items()}
-
     def get_weights(self) -> dict[str, Tensor]:
         """Return the model's state dict on the CPU. All ranks must call this. Only rank 0 gets the whole state dict."""
         return cast(dict[str, Tensor], get_model_state_dict(self.module, options=WHOLE))
@@ -131,8 +130,15 @@ class Strategy:
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Load rank 0's weights. All ranks must call this. The other ranks pass meta tensors of the same shapes."""
+        others: dict[str, Tensor] = {}
         for name, tensor in self.module.state_dict().items():
-            tensor.copy_(receive(weights[name], self.context, tensor))
+            value = receive(weights[name], self.context, tensor)
+            if self.shapes[name] is None:  # a copy, such as extra state
+                others[name] = value
+            else:
+                tensor.copy_(value)
+        if others:
+            self.module.load_state_dict(others, strict=False)
 
     def local_weights(self) -> list[Tensor]:
         """Return the parameters as this rank stores them: either whole, or only this rank's shard of each."""

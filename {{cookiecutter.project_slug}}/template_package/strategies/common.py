@@ -75,6 +75,13 @@ def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str
                 optimizer.state[parameter][key] = value.cpu() if is_count else value
 
 
+def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
+    """Return the shape of each tensor in the module's state dict, or None for a copy, such as extra state."""
+    state = module.state_dict(keep_vars=True)
+    memory = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return {name: tensor.shape if id(tensor) in memory else None for name, tensor in state.items()}
+
+
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:
     """Copy rank 0's `value` to this rank's device and return it. On other ranks, `value` is a meta tensor.
 

@@ -49,7 +49,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             return
         self._check()
         join_group(self.context, "auto", timedelta(minutes=10))  # a single rank has none yet
-        self._shapes = super().shapes()
         optimizer = None
         if build_optimizer is not None:
             optimizer = build_optimizer(self.module)  # it looks at whole weights
@@ -118,10 +117,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             return None
         return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the whole weights, recorded before stage 3 replaced the weights with empty tensors."""
-        return self._shapes
-
     def local_weights(self) -> list[Tensor]:
         return self._parts.local_weights() if self._stage == 3 else super().local_weights()
 
@@ -130,7 +125,9 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         weights = unpack(from_main(lambda: pack(weights)))
+        others = {name: weights.pop(name) for name, shape in self.shapes.items() if shape is None}
         scatter_weights(self.module, weights, self.context)
+        self.module.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
         if self._stage == 0:

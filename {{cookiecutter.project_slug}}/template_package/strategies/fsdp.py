@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..config import FsdpConfig, TrainingConfig
+from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
 from .common import blocks
@@ -59,6 +60,12 @@ class FullyShardedStrategy(Strategy):
             torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of norms around their forward
         for unit in [*norms, *(unit for unit in units if unit not in norms), module]:
             own = None if unit in norms else dtype
+            together = {p for p in unit.parameters() if not isinstance(p, DTensor) and (p.requires_grad or not p.dim())}
+            kinds = {p.dtype if p.dim() else "a scalar": name for name, p in module.named_parameters() if p in together}
+            if len(kinds) > 1 or "a scalar" in kinds:
+                found = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
+                problem = f"it gathers weights of one dtype together, and no scalars, but there are {found}"
+                raise ConfigError(f"strategy=fsdp: {problem}. Give scalars the shape (1,), or set strategy=ddp.")
             policy = MixedPrecisionPolicy(own, own and torch.float32, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are

@@ -23,6 +23,7 @@ from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
+from ..strategies.common import shapes_of
 from .optimization import WeightAverage
 from .progress import Progress
 
@@ -161,7 +162,7 @@ def load_run(
         if former != progress.num_samples:
             problem = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")
-        check_shapes(strategy.shapes(), state["model"], f"name={config.name}")
+        check_shapes(strategy.shapes, state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
         if average is not None:  # if ema_decay is new, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
@@ -202,14 +203,14 @@ def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> N
     names = {id(tensor): name for name, tensor in own.items() if name in weights}
     # safetensors holds a tied tensor under one of its names.
     weights |= {name: weights[names[id(tensor)]] for name, tensor in own.items() if id(tensor) in names}
-    check_shapes({name: tensor.shape for name, tensor in own.items()}, weights, source)
+    check_shapes(shapes_of(model), weights, source)
     model.load_state_dict(weights)
 
 
-def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], source: str) -> None:
-    """Raise ConfigError if the names or shapes of `weights` differ from `shapes`. The message lists the differences."""
+def check_shapes(shapes: dict[str, torch.Size | None], weights: dict[str, Tensor], source: str) -> None:
+    """Raise ConfigError, with the differences, if the names or shapes of `weights` differ from those of shapes_of()."""
     found = {name: tensor.shape for name, tensor in weights.items()}
-    if names := [name for name in shapes | found if found.get(name) != shapes.get(name)]:
+    if names := [n for n in shapes | found if n not in found or shapes.get(n, "none") not in (None, found[n])]:
         lines = [f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model" for name in names[:5]]
         remedy = "Change model.* or model.py, or choose another file or name=…"
         raise ConfigError(f"{source}: does not fit the model in {len(names)} tensors: {'; '.join(lines)}. {remedy}")
@@ -217,6 +218,8 @@ def check_shapes(shapes: dict[str, torch.Size], weights: dict[str, Tensor], sour
 
 def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) -> None:
     """Write the weights to a safetensors file, under their names in `module`. Write shared tensors only once."""
-    names = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # first one wins
-    tensors = {name: weights[name].clone(memory_format=torch.contiguous_format) for name in names.values()}
+    own = module.state_dict(keep_vars=True)
+    names = {id(tensor): name for name, tensor in reversed(own.items())}  # first one wins
+    layout = {"memory_format": torch.contiguous_format}  # and the model's own dtypes: the average's may be wider
+    tensors = {name: weights[name].to(own[name].dtype).clone(**layout) for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

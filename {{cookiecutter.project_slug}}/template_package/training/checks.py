@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from .. import model as user_model
 from ..data.loader import MicroBatch, TrainLoader, generators_restored
@@ -24,6 +26,25 @@ from .hooks import figures_of
 logger = logging.getLogger(__name__)
 
 
+def check_model(model: nn.Module) -> nn.Module:
+    """Return the model in training mode, except parts that build_model() set to eval mode. Raise ConfigError if a
+    tensor has no shape yet, or if two parameters share memory.
+    """
+    if not model.training:  # as Hugging Face returns it
+        model.train()
+    if names := [name for name, module in model.named_modules() if not module.training]:
+        logger.info("left in eval mode by build_model(), where they stay: %s", ", ".join(names[:5]))
+    if lazy := [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]:
+        raise ConfigError(f"build_model in model.py: {lazy[0]} has no shape yet. Call the model on a sample there.")
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        pointer = parameter.data_ptr() if type(parameter.data) is Tensor else 0  # subclasses may have none
+        if pointer and (other := owners.setdefault(pointer, name)) != name:
+            problem = f"{other} and {name} share memory by .data, which ends on a GPU or under FSDP"
+            raise ConfigError(f"build_model in model.py: {problem}. Assign one Parameter to both.")
+    return model
+
+
 def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
     """Test a forward and backward pass, leaving the model unchanged. If is_trial, do not check the gradients.
 
@@ -32,7 +53,8 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     """
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. Set persistent=False for a buffer.")
+            remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor."
+            raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. {remedy}")
     calls: list[None] = []
     buffers = [buffer.clone() for buffer in strategy.module.buffers()]
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -46,6 +68,9 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             if len(calls) != 1:
                 rule = "its wrapper shares the gradients, so call it once, and no part of it such as model.module"
                 raise ConfigError(f"compute_loss in model.py called model(...) {len(calls)} times: {rule}.")
+            if not isinstance(loss, Tensor):
+                rule = "return a tensor, finite even if nothing counts (then loss_weight() returns 0)"
+                raise ConfigError(f"compute_loss in model.py returned a loss of type {type(loss).__name__}: {rule}.")
             if loss.dim() != 0 or not loss.requires_grad:
                 found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
@@ -54,6 +79,11 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            problem = "its loss holds a gradient (create_graph), or a weight that is read outside of model(...)"
+            raise ConfigError(f"compute_loss in model.py: {problem}. FSDP has neither. Set strategy=ddp.") from None
         finally:
             hook.remove()
             strategy.optimizer.zero_grad()

@@ -61,7 +61,7 @@ class Evaluator:
         skip the metrics. The loss can then be compared with the loss from num_parts=1.
         """
         strategy.synchronize_buffers()
-        in_training = [module for module in strategy.evaluation_model.modules() if module.training]
+        modes = [(module, module.training) for module in strategy.evaluation_model.modules()]
         strategy.evaluation_model.eval()
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
@@ -85,8 +85,12 @@ class Evaluator:
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
         if log is not None:
             call_on_evaluation_end(strategy, log)
-        for module in in_training:  # not model.train(): layers that the user keeps in eval mode stay there
-            module.training = True
+        for (
+            module,
+            is_training,
+        ) in modes:  # from the outermost inwards: parts that the user keeps in eval mode stay there
+            if module.training != is_training:
+                module.train(is_training)
         total_weight, *totals = all_reduce(torch.stack([*sums.values()])).tolist()
         means = [total / total_weight if total_weight else math.nan for total in totals]
         self._values = self._compute_over_ranks() if num_parts != 2 else {}

@@ -34,7 +34,7 @@ def scatter_weights(module: nn.Module, weights: dict[str, Tensor], context: Rank
 
     for name, tensor in module.state_dict(keep_vars=True).items():
         with zero.GatheredParameters([tensor], modifier_rank=0):
-            if context.is_main or not hasattr(tensor, "ds_id"):
+            if name in weights and (context.is_main or not hasattr(tensor, "ds_id")):
                 tensor.copy_(weights[name])
 
 
