@@ -29,7 +29,8 @@ BLOCKS = {
 NOTEBOOK, CROPS = "Work in a notebook", "Draw random crops from a token file"
 SCRIPT, BOTH = "Check it against my old script", "See both losses at each evaluation"
 SAMPLES = "See which samples a step read"
-SAME = ("Weight classes", "Draw rare classes more often", "Train a GAN")
+SLOPES = "Put gradients by the inputs into the loss"
+SAME = ("Weight classes", "Draw rare classes more often", "Train a GAN", SLOPES)
 TRIED_BELOW = (NOTEBOOK, CROPS, SCRIPT, BOTH, SAMPLES, *SAME[:2])  # the GAN also here, as its page shows it
 WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
@@ -51,7 +52,7 @@ def add(project: Project, title: str) -> None:
 
 
 def test_every_block_is_tried() -> None:
-    assert len(BLOCKS) == 19
+    assert len(BLOCKS) == 20
 
 
 @pytest.mark.parametrize("title", [title for title in BLOCKS if title not in TRIED_BELOW])
