@@ -220,6 +220,5 @@ def export_weights(weights: dict[str, Tensor], module: nn.Module, path: Path) ->
     """Write the weights to a safetensors file, under their names in `module`. Write shared tensors only once."""
     own = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # first one wins
-    layout = {"memory_format": torch.contiguous_format}  # and the model's own dtypes: the average's may be wider
-    tensors = {name: weights[name].to(own[name].dtype).clone(**layout) for name in names.values()}
+    tensors = {name: weights[name].to(own[name].dtype).contiguous().clone() for name in names.values()}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))
