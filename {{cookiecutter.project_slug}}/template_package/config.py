@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
@@ -273,8 +274,8 @@ def settings_without_effect(config: Config) -> Iterator[str]:
         (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
         ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
     )
-    values = dotted(to_dict(config))
-    for setting in [f"{k}={one_line(values[k])}" for k, item in all_keys() if values.get(k) != default_of(item)]:
+    values = ((key, reduce(getattr, key.split("."), config), default_of(item)) for key, item in all_keys())
+    for setting in [f"{key}={one_line(value)}" for key, value, default in values if value != default]:
         if reasons := [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]:
             yield f"{setting} has no effect: {reasons[0]}"
 

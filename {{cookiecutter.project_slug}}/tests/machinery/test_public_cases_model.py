@@ -413,6 +413,8 @@ def test_settings_that_something_else_overrides_are_told(project: Project) -> No
     assert told == {*(f"schedule.{name}" for name in names), "fsdp.cpu_offload", "loader.prefetch_factor"}
     right = ["schedule.name=plateau", "schedule.min_learning_rate=0.001", "schedule.decay_factor=0.5"]
     assert "has no effect" not in project.run(words[0], *right, "schedule.patience=7", "name=right")
+    whole = "deepspeed.extra={zero_optimization: {overlap_comm: true}}"  # a key whose value is a dict
+    assert project.run(*words, whole, "name=dict").count("deepspeed.extra={'zero_optimization'") == 1
     both = ["strategy=fsdp", "fsdp.reshard_after_forward=false", "ddp.static_graph=true"]
     output = project.run(*words, *both, "name=both", TWO)
     assert output.count("has no effect") == 1 and "ddp.static_graph=true has no effect" in output
