@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from . import model as user_model
 from .config import Config, differing_keys, settings_without_effect, to_dict
-from .data import build_datasets, create_loader
+from .data import build_datasets, create_loader, seed_generators
 from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
@@ -52,6 +52,7 @@ class Trainer:
             logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
+        seed_generators(config.seed)  # again: building the data sets may have drawn, and not alike on all ranks
         with context.local_rank_first("model"):
             model = check_model(user_model.build_model(config.model))
         if config.checkpoint.initial_weights is not None:

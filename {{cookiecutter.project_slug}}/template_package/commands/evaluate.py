@@ -9,7 +9,7 @@ from typing import Any
 from .. import model as user_model
 from ..config import Config, differing_keys, to_dict
 from ..config_file import available_files
-from ..data import build_datasets
+from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, from_main, rank_context
@@ -63,6 +63,7 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
     check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
+    seed_generators(config.seed)  # as in training: a model may keep drawn numbers that no checkpoint holds
     with context.local_rank_first("model"):
         model = user_model.build_model(config.model)
     if not is_checkpoint:

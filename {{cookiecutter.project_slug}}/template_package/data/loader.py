@@ -4,8 +4,9 @@ Each epoch is shuffled and split into global batches, then into a share per rank
 batches do not depend on the number of ranks, so a run can resume at any point on any number of them.
 """
 
-import ctypes
+import gc
 import hashlib
+import math
 import os
 import random
 import signal
@@ -18,13 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain, islice
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from .. import dataset as user_data
 from .. import model as user_model
@@ -35,12 +37,6 @@ from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_core
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
-SEEDERS: dict[str, Callable[[int], object]] = {
-    "python": random.seed,
-    "numpy": lambda seed: numpy.random.seed(seed % 2**32),
-    "torch": torch.default_generator.manual_seed,
-    "devices": torch.manual_seed,  # torch's generators of the CPU and of all GPUs
-}
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
 _loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
 _parameters = signature(_loss_weight).parameters.values() if _loss_weight else ()
@@ -78,8 +74,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None 
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
     if weights is None:
         return torch.randperm(num_samples, generator=generator)
-    drawn = torch.multinomial(weights, num_samples, replacement=True, generator=generator)
-    return drawn + num_samples * torch.arange(num_samples)
+    bounds = weights.cumsum(0)  # torch.multinomial() stops at 2**24 samples
+    points = torch.rand(num_samples, generator=generator, dtype=torch.float64) * bounds[-1]
+    return torch.searchsorted(bounds, points, right=True) + num_samples * torch.arange(num_samples)
 
 
 def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
@@ -115,13 +112,34 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
 
 
+def inner(dataset: Any) -> list[Any]:
+    """Return the data sets that this one holds, such as the one in a Subset, and the ones that those hold in turn."""
+    found = [dataset]
+    for one in found:  # it grows
+        for value in getattr(one, "__dict__", {}).values():
+            parts = value[:100] if isinstance(value, list) else [value]
+            found += [part for part in parts if isinstance(part, Dataset) and part not in found]
+    return found[1:]
+
+
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
-    """Return the data set's attribute `name` as a float64 tensor, one number per sample, or None if it is not set."""
-    if getattr(dataset, name, None) is None:
+    """Return the data set's attribute `name` as a float64 tensor, one number per sample, or None if it is not set.
+
+    A Subset or ConcatDataset has the numbers of its data sets. Raise ConfigError if another data set hides them.
+    """
+    values, kind = getattr(dataset, name, None), type(dataset)
+    holders = [] if hasattr(dataset, name) else [one for one in inner(dataset) if getattr(one, name, None) is not None]
+    if holders:
+        parts = [numbers_of(part, name) for part in getattr(dataset, "datasets", inner(dataset)[:1])]
+        if kind not in (Subset, ConcatDataset) or any(part is None for part in parts):
+            remedy = "Give it to the data set that build_datasets() returns, if that is no stream; None turns it off"
+            raise ConfigError(f"{name} of {type(holders[0]).__name__} is out of reach (in {kind.__name__}). {remedy}.")
+        values = torch.cat(cast(Any, parts))[torch.as_tensor(getattr(dataset, "indices", range(len(dataset))))]
+    if values is None:
         return None
-    numbers = torch.as_tensor(getattr(dataset, name), dtype=torch.float64, device="cpu")
+    numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     if (shape := tuple(numbers.shape)) != (len(dataset),):
-        raise ConfigError(f"{name} of {type(dataset).__name__} has the shape {shape}, not one number per sample.")
+        raise ConfigError(f"{name} of {kind.__name__} has the shape {shape}, not one number per sample.")
     return numbers
 
 
@@ -161,7 +179,9 @@ class TrainLoader:
         self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
         self._context, self._seed = context, seed
         self._sample_lengths = numbers_of(dataset, "sample_lengths")
-        self._sample_weights = numbers_of(dataset, "sample_weights")
+        self._sample_weights = weights = numbers_of(dataset, "sample_weights")
+        if weights is not None and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
+            raise ConfigError("sample_weights of the training set: must be finite, from 0, and not all 0.")
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
@@ -240,19 +260,18 @@ class TrainLoader:
 class Fetcher(Dataset[MicroBatch]):
     """Reads the samples that a Request lists. Afterwards, it restores the states of the random generators.
 
-    To make augmentation repeatable, it seeds the data set's random generators from a hash of (seed, epoch, index)
-    before it reads each sample, and again before it collates the batch. If it notices that the data set used a
-    generator that was not seeded, it seeds that one too and reads the batch again. Samples that `__getitems__` reads
-    together share one seed.
+    To make augmentation repeatable, it seeds the random generators, and those that the data set owns, from a hash of
+    (seed, epoch, index) before it reads each sample, and again before it collates the batch. Samples that
+    `__getitems__` reads together share one seed.
     """
 
     max_workers = 8
+    _own: list[Any] | None = None  # the data set's generators, once this process has looked for them
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset: Any = dataset
+        self._roots: list[Any] = [dataset, vars(user_data)]  # where to look for generators
         self._seed, self._epoch = seed, -1
-        self._drawn: set[str] = set()  # the generators that the data set has drawn from so far
-        self._states: tuple[Any, dict[str, Any]] = None, {}  # of Python's and NumPy's generators before a draw
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
         self._has_whole_batches = hasattr(dataset, "__getitems__")
@@ -261,54 +280,54 @@ class Fetcher(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
             self.set_epoch(request.epoch)
-            return MicroBatch(self._read(request), request)
+            batch = self._read(request)
+            check_batch(batch, len(request.indices) or request.num_samples)
+            return MicroBatch(batch, request)
         except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
+        except ConfigError:
+            raise
         except Exception as error:
+            if "default_collate: batch must" in str(error) or "automatic differentiation" in str(error):
+                raise ConfigError(f"{error} Mend the samples in dataset.py, or write collate(items) there.") from None
             error.add_note(f"while reading the samples {request.indices} of {type(self._dataset).__name__}")
             raise
 
     def set_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch and hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        if epoch != self._epoch:
+            for one in [self._dataset] if hasattr(self._dataset, "set_epoch") else inner(self._dataset):
+                getattr(one, "set_epoch", lambda _: None)(epoch)
         self._epoch = epoch
 
     def _read(self, request: Request) -> Any:
-        """Read the batch. If the data set used an unseeded random generator, seed it and read the batch again."""
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and _collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
-        before = raw_states()
-        if self._states[0] != (others := (before["python"], before["numpy"])):
-            self._states = others, get_random_states()
-        batch = self._read_seeded(request)
-        found = {name for name, state in raw_states().items() if state != before[name]}
-        if found - {"torch"}:
-            set_random_states(self._states[1])
-        if found:
-            torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
-        if found <= self._drawn:
+        with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
+            is_first, batch = self._own is None, self._read_seeded(request)
+            if is_first and len(own := generators_of(*self._roots)) > len(self._own or ()):  # made when first used
+                self._own = own
+                batch = self._read_seeded(request)
             return batch
-        self._drawn |= found
-        return self._read(request)
 
     def _read_seeded(self, request: Request) -> Any:
-        def seed(number: int) -> None:
-            if self._drawn:
-                seed_generators(derive_seed(self._seed, request.epoch, number), self._drawn)
-
         items: Any = []
         if not self._has_whole_batches:
             for draw, index in zip(request.draws, request.indices, strict=True):
-                seed(draw)
+                self._seed_for(request.epoch, draw)
                 items.append(self._dataset[index])
-        seed(-3 - request.draws[0])
+        self._seed_for(request.epoch, -3 - request.draws[0])
         if self._has_whole_batches:
             items = self._dataset.__getitems__(request.indices)
         return _collate(items) if isinstance(items, list) else items
+
+    def _seed_for(self, epoch: int, number: int) -> None:
+        if self._own is None:
+            self._own = generators_of(*self._roots)
+        seed_cpu(derive_seed(self._seed, epoch, number), self._own)
 
 
 class Requests:
@@ -391,9 +410,63 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
     return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(weight)  # a copy from the host would wait
 
 
-def seed_generators(seed: int, names: Iterable[str] = ("devices", "python", "numpy")) -> None:
-    for name in names:
-        SEEDERS[name](seed)
+def check_batch(batch: Any, num_samples: int) -> None:
+    """Raise ConfigError if a batch requires a gradient, or has left samples out that its weight in the loss counts."""
+    entries = list[Any]()
+
+    def keep(entry: Any) -> Any:
+        entries.append(entry)
+        return entry
+
+    fields = tuple(batch) if isinstance(batch, list) else batch
+    apply_to_collection(fields, (Tensor, numpy.ndarray, list), keep, allow_frozen=True)
+    if any(getattr(entry, "requires_grad", False) for entry in entries):
+        raise ConfigError("samples require a gradient. Detach them in dataset.py; compute_loss may require one anew.")
+    largest = max([len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples)
+    if largest < num_samples and _loss_weight is None:
+        remedy = "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
+        raise ConfigError(f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}.")
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the random generators of Python, NumPy and torch, on all devices."""
+    if (name := type(cast(Any, numpy.random).get_bit_generator()).__name__) != "MT19937":
+        raise ConfigError(f"numpy.random.set_bit_generator(): checkpoints cannot hold {name}. Leave the call out.")
+    torch.manual_seed(seed)
+    seed_cpu(seed)
+
+
+def seed_cpu(seed: int, others: Iterable[Any] = ()) -> None:
+    """Seed the random generators of the CPU, and give each of the `others` a seed of its own."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 80 microseconds
+    for own_seed, other in enumerate(others, start=seed + 1):
+        if isinstance(other, numpy.random.Generator):
+            other.bit_generator.state = type(other.bit_generator)(own_seed).state
+        else:
+            (other.manual_seed if isinstance(other, torch.Generator) else other.seed)(own_seed % 2**32)
+
+
+def generators_of(*roots: Any) -> list[Any]:
+    """Return the random generators that the roots lead to, in the same order in every process. It calls no user code.
+
+    Attributes, containers, closures, classes, and the globals of functions in this package lead on.
+    """
+    kinds = numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator
+    global_ones: Any = random.seed, numpy.random.rand, torch.default_generator.seed
+    found, reached, seen = list[Any](), [*roots], {id(method.__self__) for method in global_ones}
+    package, libraries = __name__.partition(".")[0], {*sys.stdlib_module_names, "torch", "numpy"}
+    for value in reached:  # it grows
+        is_code = isinstance(value, type | FunctionType) and str(value.__module__).partition(".")[0] in libraries
+        is_other = type(value) is dict and not str(value.get("__package__", package)).startswith(package)
+        if isinstance(value, kinds):
+            found.append(value)
+        elif not is_code and not is_other and not isinstance(value, Tensor | ModuleType) and len(reached) < 20_000:
+            parts = {id(part): part for part in gc.get_referents(value)[:500] if id(part) not in seen}
+            seen.update(parts)
+            reached += parts.values()
+    return found
 
 
 def derive_seed(seed: int, epoch: int, index: int) -> int:
@@ -422,23 +495,6 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
     gpus = [device for device in devices if device.type == "cuda"]
     for device, state in zip(gpus, states["cuda"], strict=False):  # the checkpoint may hold fewer
         torch.cuda.set_rng_state(state, device)
-
-
-# Where CPython and NumPy keep their generators' states. NumPy's object also keeps the second of two normal numbers.
-_python, _numpy, _start = vars(random)["_inst"], cast(Any, numpy.random.mtrand)._rand, object.__basicsize__
-_Words = ctypes.c_char * (4 * 625)  # 624 words of 32 bits, and the position
-_python_words = _Words.from_address(id(_python) + _start)
-_numpy_words = _Words.from_address(_numpy._bit_generator.ctypes.state_address)
-_numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _start)).from_address(id(_numpy) + _start)
-
-
-def raw_states() -> dict[str, Any]:
-    """Return the random generators' states for comparison. Python's and NumPy's own getters are 20 times slower."""
-    return {
-        "python": (_python_words.raw, _python.gauss_next),
-        "numpy": (_numpy_words.raw, _numpy_kept.raw),
-        "torch": torch.default_generator.get_state().numpy().tobytes(),  # comparing uint8 tensors takes 9 microseconds
-    }
 
 
 @contextmanager

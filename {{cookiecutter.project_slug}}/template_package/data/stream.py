@@ -121,6 +121,8 @@ class PartFetcher(Fetcher):
         self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")  # not in the state
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
         super().__init__(dataset, seed)
+        if self._has_state or library == "datasets":  # its own generators may hold the order of its items
+            self._roots.remove(dataset)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -149,7 +151,7 @@ class PartFetcher(Fetcher):
                 logger.info(message, time.perf_counter() - started_at)
             # The first item alike in all parts: __iter__ begins with it, and may shuffle the files.
             number = index * num_parts + part if self._is_sharded and index else index
-            loader.seed_generators(loader.derive_seed(self._seed, epoch, number), ("python", "numpy", "torch"))
+            self._seed_for(epoch, number)
             if (item := next(items, self)) is self:
                 break
             if index >= num_former and (self._is_sharded or index % num_parts == part):

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
-from ..data.loader import BatchReader, MicroBatch, Request, generators_restored, loss_weight_of, move, numbers_of
+from ..data.loader import BatchReader, MicroBatch, Request, generators_restored, inner, loss_weight_of, move, numbers_of
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
@@ -33,7 +33,8 @@ class Evaluator:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         self._loader = EvaluationLoader(dataset, config.loader, context, name, max_batches and max_batches * size)
         self._config, self._model_config, self._context, self._split = config.evaluation, config.model, context, name
-        self._label_names: list[str] = getattr(dataset, "label_names", None) or []
+        names = [getattr(one, "label_names", None) for one in (dataset, *inner(dataset))]
+        self._label_names: list[str] = next(filter(None, names), [])
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
         sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size, -(-size // context.world_size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import dataset as user_data
 from .. import model as user_model
 from ..config import other_words
-from ..data.loader import generators_restored
+from ..data.loader import generators_restored, inner
 from ..errors import ConfigError
 from ..strategies.base import Strategy
 
@@ -67,7 +67,8 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 def tell_of_names(*datasets: Any) -> None:
     """Warn if the user's files misspell a name that FUNCTIONS lists, or use another library's name for it."""
-    names = dict.fromkeys(name for p in (user_model, user_data, *datasets) for name in getattr(p, "__dict__", ()))
+    places = [user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset)))]
+    names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
     ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:
         close = get_close_matches(ours.get(name, name), FUNCTIONS, n=1, cutoff=0.8)
