@@ -75,6 +75,7 @@ class DdpConfig:
     find_unused_parameters: bool = False  # needed if some parameters get no gradient in some steps
     static_graph: bool = False  # all steps use the same parameters in the same order
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"  # of exchanged gradients; not exact
+    broadcast_buffers: bool = False  # for buffers, besides BatchNorm's, that forward changes in training
 
 
 @dataclass

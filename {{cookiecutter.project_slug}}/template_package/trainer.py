@@ -62,7 +62,7 @@ class Trainer:
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
-        self.strategy.synchronize_buffers()  # all ranks begin with those of rank 0
+        self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)
@@ -168,7 +168,7 @@ class Trainer:
         if is_first:  # in this process
             self.startup_seconds = time.time() - self.context.started_at
         if is_first or (every and progress.step % every == 0):
-            check_replicas(self.strategy.module, progress.step, self.context)
+            check_replicas(self.strategy, progress.step, self.context)
         if progress.is_logged(config.logging.every_steps):
             self.log(sums, gradient_norm)
         is_last = progress.step == self.total_steps
@@ -234,6 +234,8 @@ class Trainer:
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
         is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
+        if epochs:  # it may put BatchNorm layers in eval mode: from then on, forwards read their statistics
+            self.strategy.synchronize_buffers()
         if is_changed:
             self.strategy.rebuild()
         return is_changed

@@ -44,7 +44,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         model = self._accelerator.prepare_model(module)
         if isinstance(model, DistributedDataParallel):
             model.__class__ = Wrapper
-            model.broadcast_buffers = False  # as in ddp.py
+            model.broadcast_buffers = self._options.broadcast_buffers
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:

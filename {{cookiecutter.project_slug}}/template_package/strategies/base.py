@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .common import WHOLE, checkpoint_activations, receive, set_optimizer_state, shapes_of
+from .common import WHOLE, bits, checkpoint_activations, receive, set_optimizer_state, shapes_of
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -109,7 +109,6 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""
-        self.synchronize_buffers()  # rank 0's, which a resumed run will have on every rank
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Before the first step torch's function would take one, to create the state, and AdamW would count it.
         optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if self.optimizer.state else {}
@@ -151,11 +150,15 @@ class Strategy:
     def drop_gathered(self) -> None:
         """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""
 
-    def synchronize_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks before evaluating and saving, because BatchNorm buffers differ by rank."""
-        for buffer in self.module.buffers() if self.context.world_size > 1 else ():
-            dist.broadcast(whole := buffer.contiguous(), src=0)  # NCCL takes no transposed tensor
-            buffer.copy_(whole)
+    def synchronize_buffers(self, *, is_start: bool = False) -> None:
+        """Copy rank 0's buffers to all ranks, because those of BatchNorm differ. After the start, copy saved ones only."""
+        saved = (
+            self.module.state_dict().keys()
+        )  # others may be tables that forward enlarges, of any length on each rank
+        for name, buffer in self.module.named_buffers() if self.context.world_size > 1 else ():
+            if is_start or name in saved:
+                dist.broadcast(bits(whole := buffer.contiguous()), src=0)  # NCCL takes no transposed tensor
+                buffer.copy_(whole)
 
     def check_gradients(self) -> None:
         """Raise ConfigError if a parameter got no gradient and this strategy needs a gradient for every parameter."""

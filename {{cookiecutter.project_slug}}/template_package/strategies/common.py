@@ -1,6 +1,7 @@
 """Functions for all strategies: precision, activation checkpointing, and sending rank 0's state to all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -89,8 +90,28 @@ def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> 
     """
     whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
     if context.world_size > 1:
-        dist.broadcast(whole := whole.contiguous(), src=0)
+        dist.broadcast(bits(whole := whole.contiguous()), src=0)
     if isinstance(like, DTensor) and whole.dim() and whole.shape == like.shape:
         # One whole tensor at a time; torch's own function fails on offloaded ones.
         whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return whole
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the tensor's bytes. gloo and NCCL send them whatever the dtype; they cannot send int16 or float8."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+@contextmanager
+def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """On exit, give these modules the buffers that they have on entry: the same tensors with the same values."""
+    held = [(module._buffers, dict(module._buffers)) for module in modules]
+    former = [(buffer, buffer.clone()) for _, own in held for buffer in own.values() if buffer is not None]
+    try:
+        yield
+    finally:
+        for buffers, own in held:
+            buffers.clear()
+            buffers.update(own)
+        for buffer, value in former:  # copy_() would repeat a single value in a buffer that resize_() has enlarged
+            buffer.data = buffer.data.copy_(value) if buffer.shape == value.shape else value

@@ -1,5 +1,6 @@
 """Trains with DistributedDataParallel. Each rank holds the whole model. Gradients are averaged during backward."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class DistributedDataParallelStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in DDP. For a training run, this copies rank 0's weights to all ranks."""
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is new in torch 2.13
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -29,8 +31,8 @@ class DistributedDataParallelStrategy(Strategy):
             find_unused_parameters=self._options.find_unused_parameters,
             static_graph=self._options.static_graph,
             gradient_as_bucket_view=True,  # no second copy of the gradients
+            broadcast_buffers=self._options.broadcast_buffers,  # each costs more than a small model's step
         )
-        model.broadcast_buffers = False  # from now on: a copy in each forward costs more than a small model's step
         del model.dim  # DDP needs it only with several devices a rank; it would hide the module's own
         if self._options.gradient_compression != "none":
             hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}

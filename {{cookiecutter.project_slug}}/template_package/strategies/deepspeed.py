@@ -132,7 +132,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def state_dict(self) -> dict[str, Any]:
         if self._stage == 0:
             return super().state_dict()
-        self.synchronize_buffers()
         return {"model": self.get_weights(), "optimizer": self._parts.gather(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

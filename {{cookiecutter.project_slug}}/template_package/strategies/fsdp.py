@@ -25,7 +25,7 @@ from ..config import FsdpConfig, TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
-from .common import blocks
+from .common import bits, blocks
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 # Without it (before torch 2.13), ranks that leave out different parameters add up gradients of different weights.
@@ -70,7 +70,7 @@ class FullyShardedStrategy(Strategy):
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
                     tensor.data = tensor.data.to(self.context.device).contiguous()
-                    dist.broadcast(tensor.data, src=0)
+                    dist.broadcast(bits(tensor.data), src=0)
             self._root = fully_shard(unit, mesh=self._mesh, mp_policy=policy, **self._memory)
         return module
 

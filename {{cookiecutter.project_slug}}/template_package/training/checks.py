@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from .. import model as user_model
@@ -21,6 +22,7 @@ from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
+from ..strategies.common import buffers_restored
 from .hooks import figures_of
 
 logger = logging.getLogger(__name__)
@@ -56,9 +58,9 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor."
             raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. {remedy}")
     calls: list[None] = []
-    buffers = [buffer.clone() for buffer in strategy.module.buffers()]
+    shapes, buffers = saved_shapes(strategy), buffers_restored(strategy.module.modules())
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
-    with generators_restored(*context.devices), strategy.accumulate(is_last_micro_batch=not is_trial):
+    with generators_restored(*context.devices), buffers, strategy.accumulate(is_last_micro_batch=not is_trial):
         try:
             with strategy.autocast():
                 returned: Any = user_model.compute_loss(strategy.model, micro_batch.batch)
@@ -79,6 +81,9 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()
+            if changed := sorted({name for name, _ in saved_shapes(strategy).items() ^ shapes.items()}):
+                rule = "no checkpoint of it would fit. Give it its full size in build_model, or set persistent=False"
+                raise ConfigError(f"model: forward made or resized the buffer {changed[0]}: {rule}.")
         except RuntimeError as error:
             if "storage of size 0" not in str(error):
                 raise
@@ -87,23 +92,33 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
         finally:
             hook.remove()
             strategy.optimizer.zero_grad()
-            for buffer, former in zip(strategy.module.buffers(), buffers, strict=True):
-                buffer.detach().copy_(former)
+
+
+def saved_shapes(strategy: Strategy) -> dict[str, torch.Size]:
+    """Return the shapes in the model's state dict, without copies such as extra state, which may change."""
+    state: dict[str, Tensor] = strategy.module.state_dict()
+    return {name: tensor.shape for name, tensor in state.items() if strategy.shapes.get(name, ()) is not None}
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
-    """Raise ConfigError if an epoch's last batch contains a micro-batch of one sample and the model fails on it."""
-    num_left = loader.num_samples % loader.global_batch_size
-    num_pieces = -(-num_left // (context.world_size * loader.micro_batch_size))  # of each rank
-    if num_left == 0 or num_left // (context.world_size * num_pieces) > 1:
+    """Raise ConfigError if the model fails on an epoch's last batch, which may leave unequal shares or one sample."""
+    num_left, num_ranks = loader.num_samples % loader.global_batch_size, context.world_size
+    largest, smallest = -(-num_left // num_ranks), num_left // num_ranks  # shares
+    has_one = smallest < 2 * -(-largest // loader.micro_batch_size)  # in a micro-batch
+    if num_left == 0 or loader.num_samples == sys.maxsize or (largest == smallest and not has_one):
         return
-    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=min)
+    # Rank 0 has the largest share. If others have less, some of its largest micro-batches meet their smallest ones.
+    choose = max if context.is_main and largest > smallest else min
+    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=choose)
+    left = "a micro-batch of one" if has_one else f"shares of {largest} and {smallest} on the ranks"
+    cause = f"an epoch's last {num_left} samples leave {left}, and the model fails on it"
+    if not context.is_main:  # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
+        logger.info("rehearsing an epoch's last batch. If this line is the last: %s", cause)
     try:
         rehearse(strategy, micro_batch, context, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
-        cause = f"an epoch's last {num_left} samples leave a micro-batch of one, and the model fails on it ({error})"
         key = f"training.global_batch_size={loader.global_batch_size}"
-        raise ConfigError(f"{key}: {cause}. Choose another global or micro-batch size, or fewer devices.") from None
+        raise ConfigError(f"{key}: {cause} ({error}). Choose another size, or fewer devices.") from None
 
 
 class MemoryLimit:
@@ -168,19 +183,29 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
         raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 
 
-def check_replicas(module: nn.Module, step: int, context: RankContext) -> None:
-    """Raise RuntimeError on every rank if a weight differs between ranks in any bit. The message names the weight."""
+def check_replicas(strategy: Strategy, step: int, context: RankContext) -> None:
+    """Raise RuntimeError on every rank if a weight differs between ranks in any bit. Warn of buffers that differ."""
+    module, saved = strategy.module, strategy.module.state_dict().keys()  # other buffers may be caches of each rank
+    norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.training]
+    unread = {id(buffer) for norm in norms for buffer in norm.buffers()}  # in training, by BatchNorm
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved and id(buffer) not in unread}
     # Not the parts that FSDP (DTensors) and ZeRO leave on each rank (weights without elements).
-    weights = {name: p for name, p in module.named_parameters() if p.numel() and not isinstance(p, DTensor)}
-    if context.world_size == 1 or not weights:
+    both = {**dict(module.named_parameters()), **buffers}
+    tensors = {name: value for name, value in both.items() if value.numel() and not isinstance(value, DTensor)}
+    if context.world_size == 1 or not tensors:
         return
-    sums = torch.stack([checksum(weight).to(context.device) for weight in weights.values()])
+    sums = torch.stack([checksum(value).to(context.device) for value in tensors.values()])
     # Two's complement: the largest of -x is minus the smallest of x, so one MAX compares both ends.
     largest, negated_smallest = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
-    for name, is_different in zip(weights, (largest != -negated_smallest).tolist(), strict=True):
-        if is_different:
-            remedy = "compute_loss must call model(...), and nothing else may change weights"
-            raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
+    differing = [name for name, i in zip(tensors, (largest + negated_smallest).tolist(), strict=True) if i]
+    is_shared = getattr(strategy.model, "broadcast_buffers", False)  # by DDP, in the next forward
+    if (names := ", ".join(name for name in differing if name in buffers)) and not is_shared:
+        effect = "only rank 0's are evaluated and saved, and all ranks of a resumed run begin with them"
+        remedy = "Set ddp.broadcast_buffers=true, or update them from all ranks' samples"
+        logger.warning("warning: these buffers differ between ranks: %s; %s. %s.", names, effect, remedy)
+    for name in (name for name in differing if name not in buffers):
+        remedy = "compute_loss must call model(...), and nothing else may change weights"
+        raise RuntimeError(f"after step {step} {name!r} differs between ranks, no longer one model: {remedy}")
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
+from ..data import loader
 from ..data.loader import BatchReader, MicroBatch, Request, generators_restored, inner, loss_weight_of, move, numbers_of
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
+from ..strategies.common import buffers_restored
 from .hooks import call_on_evaluation_end, figures_of
 from .stopping import Interrupted, beat
 
@@ -42,10 +45,14 @@ class Evaluator:
 
     @cached_property
     def _metrics(self) -> Any:
-        from torchmetrics import Metric  # here, since it takes seconds where scipy and transformers are installed
+        from torchmetrics import Metric, MetricCollection  # here, since it takes seconds where scipy is installed
 
         metrics = user_model.build_metrics(self._model_config).to(self._context.device)
-        self._parts = [module for module in metrics.modules() if isinstance(module, Metric)]
+        modules: list[Any] = [*metrics.modules()]
+        for module in (module for module in modules if isinstance(module, MetricCollection)):
+            if module._enable_compute_groups is True:  # the groups that it forms depend on a rank's first batch
+                module._enable_compute_groups = False
+        self._parts = [module for module in modules if isinstance(module, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_over_ranks() gathers the states
         warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")  # other ranks may have
@@ -61,12 +68,33 @@ class Evaluator:
         If num_parts is 1 or 2, run a quick test on the first micro-batch only. With 2, split it into two halves and
         skip the metrics. The loss can then be compared with the loss from num_parts=1.
         """
-        strategy.synchronize_buffers()
         modes = [(module, module.training) for module in strategy.evaluation_model.modules()]
         strategy.evaluation_model.eval()
+        # Training depends on no evaluation. BatchNorm, which reads its statistics here alone, keeps rank 0's.
+        others = [module for module in strategy.module.modules() if not isinstance(module, _NormBase)]
+        with generators_restored(*self._context.devices):
+            with buffers_restored(others):
+                strategy.synchronize_buffers()
+                sums = self._add_up(strategy, may_go_on, num_parts)
+            if log is not None:
+                call_on_evaluation_end(strategy, log)
+            self._values = self._compute_over_ranks() if num_parts != 2 else {}
+        for module, is_training in modes:  # from the outermost inwards: what the user keeps in eval mode stays there
+            if module.training != is_training:
+                module.train(is_training)
+        total_weight, *totals = all_reduce(torch.stack([*sums.values()])).tolist()
+        means = [total / total_weight if total_weight else math.nan for total in totals]
+        numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
+        figures = dict(zip([*sums][1:], means, strict=True)) | numbers
+        if log is not None and not math.isfinite(value := figures[self._config.metric]):
+            logger.warning("warning: evaluation.metric=%s is %g, so no best.pt is kept", self._config.metric, value)
+        return figures
+
+    def _add_up(self, strategy: Strategy, may_go_on: Callable[[], bool], num_parts: int) -> dict[str, Tensor]:
+        """Update the metrics. Return this rank's sums of figure x weight by name, and under "" the sum of weights."""
         metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
         has_metrics = bool(len(metrics)) and num_parts != 2
-        sums: dict[str, Tensor] = {}  # by name: figure x weight; under "": the weights
+        sums: dict[str, Tensor] = {}
         for micro_batch in self._loader.read(self.micro_batch_size, num_parts):
             batch, request = micro_batch
             beat()
@@ -84,25 +112,12 @@ class Evaluator:
             for name, value in figures.items():
                 # If nothing counts, the mean may be 0/0. There is no gradient here, so 0 can take its place.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
-        if log is not None:
-            call_on_evaluation_end(strategy, log)
-        for (
-            module,
-            is_training,
-        ) in modes:  # from the outermost inwards: parts that the user keeps in eval mode stay there
-            if module.training != is_training:
-                module.train(is_training)
-        total_weight, *totals = all_reduce(torch.stack([*sums.values()])).tolist()
-        means = [total / total_weight if total_weight else math.nan for total in totals]
-        self._values = self._compute_over_ranks() if num_parts != 2 else {}
-        numbers = {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
-        return dict(zip([*sums][1:], means, strict=True)) | numbers
+        return sums
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate one micro-batch as a test. Raise ConfigError if evaluation.metric or evaluation.mode is wrong."""
         metric, mode = self._config.metric, self._config.mode
-        with generators_restored(*self._context.devices):
-            halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
+        halves, whole = self.run(strategy, num_parts=2)["loss"], self.run(strategy, num_parts=1)
         # The precision of 16 bits, fp32 and TF32. A fresh model's samples have nearly equal losses, which hides much.
         tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
         if abs(whole["loss"] - halves) > tolerance * abs(whole["loss"]):
@@ -119,6 +134,7 @@ class Evaluator:
         if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
             raise ConfigError(f"evaluation.mode={mode}: {problem}. Set evaluation.mode={better}.")
+        del self._metrics  # the run's own are built anew
 
     def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
         """Write the confusion matrix to a file on rank 0, and return the path. Return None if nothing was written."""
@@ -170,4 +186,7 @@ class EvaluationLoader:
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]
             requests.append(Request(0, indices, indices, len(piece)))
-        return self._reader.read(requests)
+        names = "devices" if self._reader.device.type != "mps" else "torch", "python", "numpy"  # MPS: not restored
+        for micro_batch in self._reader.read(requests):  # its random numbers depend on nothing that came before
+            loader.seed_generators(loader.derive_seed(0, 0, micro_batch.request.indices[0]), names)
+            yield micro_batch

@@ -169,8 +169,10 @@ def test_evaluate_settles_the_precision_over_the_ranks_as_training_does(project:
 
 
 def test_metric_that_is_no_number_is_never_the_best(project: Project) -> None:
+    """Row 14 of the public cases: nobody was told why there is no best.pt."""
     project.edit("model.py", "metrics.update(outputs,", "metrics.update(outputs * float('nan'),")
-    project.run("evaluation.metric=absolute_error")
+    output = project.run("evaluation.metric=absolute_error")
+    assert output.count("warning: evaluation.metric=absolute_error is nan, so no best.pt is kept") == 3
     assert project.json("run", "summary.json")["best"] is None
     values = [line["absolute_error"] for line in project.lines("run", "validation")]
     assert len(values) == 3 and all(math.isnan(float(value)) for value in values)

@@ -108,7 +108,8 @@ def test_transposed_buffer_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> N
     strategy = Strategy(TrainingConfig(), RankContext(rank=1, world_size=2))
     strategy.prepare(model)
     strategy.synchronize_buffers()
-    assert torch.equal(table, torch.full((2, 3), 7.0)) and not table.is_contiguous()
+    sent = torch.full((2, 12), 7, dtype=torch.uint8).view(torch.float32)
+    assert torch.equal(table, sent) and not table.is_contiguous()
 
 
 def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() -> None:

@@ -1,0 +1,366 @@
+"""Tests of scores, and of what ranks share, in cases where public reports found other trainers silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from workload import dataset as workload_data
+
+from conftest import Project
+
+RANKS = ("cpu", "cpu,cpu")
+SHORT = ("training.max_steps=4", "checkpoint.every_epochs=null", "evaluation.every_epochs=null")
+SAVED, EVALUATED = "checkpoint.every_steps=1", "evaluation.every_steps=1"
+
+
+def weights(project: Project, name: str, step: int = 4) -> dict[str, Any]:
+    """Return the model's tensors that the run saved at this step."""
+    content: dict[str, Any] = project.checkpoint(name, step)["model"]
+    return content
+
+
+def assert_same_weights(project: Project, *names: str) -> None:
+    first, *others = [weights(project, name) for name in names]
+    for name, other in zip(names[1:], others, strict=True):
+        assert first.keys() == other.keys() and len(first) >= 6
+        assert [key for key in first if not torch.equal(first[key], other[key])] == [], (names[0], name)
+
+
+RECALLS = """
+def build_metrics(config: ModelConfig) -> Any:
+    from torchmetrics import Metric, MetricCollection
+    from torchmetrics.classification import BinaryF1Score, BinaryPrecision, BinaryRecall
+
+    def recalls() -> dict[str, Any]:
+        return {"low": BinaryRecall(0.45), "high": BinaryRecall(0.7)}
+
+    class Counted(BinaryRecall):
+        num_seen = 0
+
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            self.num_seen += len(preds)
+            super().update(preds, target)
+
+        def compute(self) -> Tensor:
+            return torch.tensor(float(self.num_seen))
+
+    class Gap(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MetricCollection(recalls())
+
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            self.inner.update(preds, target)
+
+        def compute(self) -> Tensor:
+            values = self.inner.compute()
+            return values["low"] - values["high"]
+
+        def reset(self) -> None:
+            super().reset()
+            self.inner.reset()
+
+    grouped = {"precision": BinaryPrecision(0.7), "recall": BinaryRecall(0.7), "f1": BinaryF1Score(0.7)}
+    groups = [["precision", "recall"], ["f1"]]
+    return {
+        "plain": MetricCollection(recalls(), prefix="x_"),
+        "grouped": MetricCollection(grouped, compute_groups=groups),
+        "inner": MetricCollection({"gap": Gap()}),
+        "counted": MetricCollection({"seen": Counted()}),
+    }[KIND]
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
+    metrics.update(batch.targets[:, 0].sigmoid(), torch.ones(len(batch.targets), dtype=torch.int64))
+    print("groups", [*metrics.compute_groups.values()])
+"""
+
+
+@pytest.mark.parametrize("devices", RANKS)
+@pytest.mark.parametrize("kind", ["plain", "grouped", "inner", "counted"])
+def test_metrics_keep_states_of_their_own(project: Project, kind: str, devices: str) -> None:
+    """Row 01 of the public cases. torchmetrics merges metrics whose states are equal after a rank's first batch.
+
+    Further forms: a collection inside a metric, and a metric that remembers the batch of the dry run.
+    """
+    project.append("model.py", f"KIND = {kind!r}\n{RECALLS}")
+    project.run(f"device_ids={devices}", "training.max_steps=1", "evaluation.micro_batch_size=1")
+    (line,) = project.lines("run", "validation")
+    p = workload_data.Numbers(workload_data.DataConfig(), 37, 2, 0.0).targets[:, 0].sigmoid()
+    low, high = (p > 0.45).double().mean().item(), (p > 0.7).double().mean().item()
+    assert high < 0.5 < low and (p[0] > 0.45) == (p[0] > 0.7), "the first sample alone cannot tell them apart"
+    expected = {
+        "plain": {"x_low": low, "x_high": high},
+        "grouped": {"precision": 1.0, "recall": high, "f1": 2 * high / (1 + high)},
+        "inner": {"gap": low - high},
+        "counted": {"seen": 37.0 if devices == "cpu" else 19.0},  # rank 0 computes
+    }[kind]
+    assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    log = (project.directory("run") / "logs" / "rank_0.log").read_text(encoding="utf-8")
+    assert ("groups [['precision', 'recall'], ['f1']]" in log) == (kind == "grouped"), "the user's own groups stay"
+
+
+NOISE = """
+deterministic = compute_loss
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    loss, outputs = deterministic(model, batch)
+    return loss + (outputs * torch.randn_like(outputs)).mean(), outputs
+"""
+DRAWING_METRIC = """
+import random
+
+import numpy
+
+
+def build_metrics(config: ModelConfig) -> Any:
+    from torchmetrics import MeanMetric, MetricCollection
+
+    class Drawing(MeanMetric):
+        def compute(self) -> Tensor:
+            return super().compute() + torch.rand(()) + random.random() + numpy.random.rand()
+
+    return MetricCollection({"drawing": Drawing()})
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
+    metrics.update(torch.rand(len(outputs)))
+"""
+
+
+@pytest.mark.parametrize("devices", RANKS)
+@pytest.mark.parametrize("code", [NOISE, DRAWING_METRIC], ids=["loss", "metric"])
+def test_evaluation_draws_from_random_states_of_its_own(project: Project, code: str, devices: str) -> None:
+    """Row 13 of the public cases. Further form: a metric that draws, in compute() too, which rank 0 alone calls."""
+    project.append("model.py", code)
+    words = (f"device_ids={devices}", "model.dropout=0.5", *SHORT)
+    project.run_many({"never": [*words, "checkpoint.every_steps=4"], "often": [*words, SAVED, EVALUATED]})
+    assert_same_weights(project, "never", "often")
+    lines = project.lines("often", "validation")
+    assert len(lines) == 4
+    best = min(lines, key=lambda line: float(line["loss"]))
+    project.run("evaluate", "name=often", f"device_ids={devices}")
+    result = project.json("often", "evaluation.json")
+    assert {key: result[key] for key in best if key != "epoch"} == {key: best[key] for key in best if key != "epoch"}
+
+
+PREDICT = """
+def predict(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    return {"drawn": torch.rand(len(batch.inputs))}
+"""
+INPUTS = """
+def read_inputs(source: str, config: DataConfig) -> tuple[Any, list[str]]:
+    return Numbers(config, 5, 4, 0.0), list("abcde")
+"""
+
+
+def test_predictions_that_draw_are_the_same_again(project: Project) -> None:
+    """Row 13 of the public cases, a further form: `predict` of a model that samples."""
+    project.append("model.py", PREDICT)
+    project.append("dataset.py", INPUTS)
+    project.run("training.max_steps=1")
+    contents = []
+    for devices in ("cpu", "cpu", "cpu,cpu"):
+        project.run("predict", "x", f"device_ids={devices}", "evaluation.micro_batch_size=1")
+        contents.append((project.directory("run") / "predictions.jsonl").read_bytes())
+    assert contents[0] == contents[1] == contents[2] and contents[0].count(b"\n") == 5
+
+
+CODED = """
+class Coded(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.config, self.num_calls = body, body.config, 0
+        self.register_buffer("code", torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.body(inputs)
+        if CONDITION:
+            self.code.lerp_(outputs.detach().mean(0), 0.5)
+        return outputs - self.code
+
+
+former_model = build_model
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    return Coded(former_model(config))
+"""
+RESIDENT = CODED.replace("CONDITION", "self.training")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_that_training_reads_are_told_and_change_by_no_save_or_evaluation(
+    project: Project, strategy: str
+) -> None:
+    """Row 03 of the public cases: an EMA codebook. Further form: under fsdp."""
+    project.append("model.py", RESIDENT)
+    words = ["device_ids=cpu,cpu", f"strategy={strategy}", *SHORT]
+    cases = {"never": ["checkpoint.every_steps=4"], "saved": [SAVED], "evaluated": [SAVED, EVALUATED]}
+    output = "".join(project.run(f"name={name}", *words, *case) for name, case in cases.items())
+    assert output.count("these buffers differ between ranks: code; ") == 3, "one line a run"
+    assert_same_weights(project, *cases)
+
+
+def test_buffers_that_ddp_broadcasts_depend_on_no_save_evaluation_or_resume(project: Project) -> None:
+    """Row 03 of the public cases: the remedy that the warning names."""
+    project.append("model.py", RESIDENT)
+    words = ["device_ids=cpu,cpu", "ddp.broadcast_buffers=true", "training.micro_batch_size=3", *SHORT]
+    cases = {"never": ["checkpoint.every_steps=4"], "often": [SAVED, EVALUATED]}
+    outputs = [project.run(f"name={name}", *words, *case) for name, case in cases.items()]
+    project.rewind("often", 2, "resumed")
+    outputs.append(project.run("name=resumed", *words, *cases["often"]))
+    assert "differ between ranks" not in "".join(outputs)
+    assert_same_weights(project, "never", "often", "resumed")
+
+
+def test_evaluating_changes_no_buffer(project: Project) -> None:
+    """Row 03 of the public cases, a further form: a queue that every forward fills, on one rank too."""
+    project.append("model.py", CODED.replace("CONDITION", "True"))
+    project.run_many({"never": [*SHORT, "checkpoint.every_steps=4"], "often": [*SHORT, SAVED, EVALUATED]})
+    assert_same_weights(project, "never", "often")
+
+
+FROZEN = """
+def on_epoch_begin(model: nn.Module, epoch: int) -> None:
+    model[1].train(epoch == 0)
+"""
+
+
+def test_batchnorm_that_is_frozen_later_has_the_same_statistics_on_all_ranks(project: Project) -> None:
+    """Row 03 of the public cases, a further form: in eval mode, BatchNorm reads statistics that differ by rank."""
+    project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
+    project.append("model.py", FROZEN)
+    words = [
+        "device_ids=cpu,cpu",
+        "data.num_samples=102",
+        "training.global_batch_size=34",
+        *SHORT,
+        "training.max_steps=7",
+    ]
+    words += ["training.check_replicas_every_steps=1"]
+    cases = {"never": ["checkpoint.every_steps=7"], "often": [SAVED, EVALUATED]}
+    output = "".join(project.run(f"name={name}", *words, *case) for name, case in cases.items())
+    project.rewind("often", 5, "resumed")
+    output += project.run("name=resumed", *words, *cases["often"])
+    assert "differ between ranks" not in output
+    for name in ("often", "resumed"):
+        pairs = zip(weights(project, "never", 7).values(), weights(project, name, 7).values(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs), name
+
+
+DTYPES = """
+plain_model = build_model
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    model = plain_model(config)
+    for name in ("int16", "uint16", "float8_e4m3fn", "float8_e5m2", "complex64", "bool", "float16"):
+        model.register_buffer(name, torch.randint(0, 2, (3, 2)).to(getattr(torch, name)).t())
+    model.register_buffer("scalar", torch.tensor(7, dtype=torch.int16))
+    model.register_buffer("empty", torch.empty(0, 3, dtype=torch.uint16))
+    return model
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_of_any_dtype_are_shared_saved_and_resumed(project: Project, strategy: str) -> None:
+    """Row 12 of the public cases: gloo and NCCL cannot send int16, uint16 and float8."""
+    project.append("model.py", DTYPES)
+    words = [f"strategy={strategy}", *SHORT, SAVED, EVALUATED]
+    project.run(*words, "device_ids=cpu")
+    two = [*words, "name=two", "device_ids=cpu,cpu", "training.check_replicas_every_steps=1"]
+    assert "differ between ranks" not in project.run(*two)
+    project.rewind("two", 2, "resumed")
+    project.run(*two, "name=resumed")
+    assert_same_weights(project, "two", "resumed")
+    names = [name for name in weights(project, "two") if not name[0].isdigit()]
+    assert len(names) == 9
+    for name in names:
+        one, other = weights(project, "run")[name], weights(project, "two")[name]
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    project.run("evaluate", "name=two", "device_ids=cpu,cpu")
+
+
+TABLES = """
+class Shifted(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.config, self.num_calls = body, body.config, 0
+        BEGIN
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not hasattr(self, "table") or self.table is None or len(self.table) < len(inputs):
+            GROW
+        return self.body(inputs) + self.table[: len(inputs), None]
+
+
+former_model = build_model
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    return Shifted(former_model(config))
+"""
+MADE = 'self.register_buffer("table", torch.arange(len(inputs)).float(), persistent=False)'
+BEGINNINGS = {
+    "whole": (MADE.replace("len(inputs)", "103"), "pass"),
+    "none": ('self.register_buffer("table", None, persistent=False)', MADE),
+    "absent": ("pass", MADE),
+    "one": (MADE.replace("len(inputs)", "1"), MADE),
+    "resized": (
+        MADE.replace("len(inputs)", "1"),
+        "self.table.resize_(len(inputs)).copy_(torch.arange(len(inputs)))",
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", RANKS)
+def test_tables_that_forward_makes_or_enlarges_train_as_whole_ones(project: Project, devices: str) -> None:
+    """Row 19 of the public cases. Further forms: a buffer enlarged in place, and tables as long as a rank's share."""
+    text = (project.folder / "template_package" / "model.py").read_text(encoding="utf-8")
+    former = text
+    words = [f"device_ids={devices}", "training.global_batch_size=15", *SHORT, SAVED, EVALUATED]
+    for name, (begin, grow) in BEGINNINGS.items():
+        new = f"{text}\n\n{TABLES.replace('BEGIN', begin).replace('GROW', grow)}\n"
+        project.edit("model.py", former, new)
+        former = new
+        project.run(f"name={name}", *words)
+    assert_same_weights(project, *BEGINNINGS)
+    losses = {name: [line["loss"] for line in project.lines(name, "validation")] for name in BEGINNINGS}
+    assert losses == dict.fromkeys(BEGINNINGS, losses["whole"])
+
+
+@pytest.mark.parametrize("devices", RANKS)
+def test_saved_buffer_that_forward_makes_is_refused(project: Project, devices: str) -> None:
+    """Row 19 of the public cases: a run could not be resumed from a checkpoint that holds it."""
+    project.append("model.py", TABLES.replace("BEGIN", "pass").replace("GROW", MADE.replace(", persistent=False", "")))
+    output = project.run(f"device_ids={devices}", code=2)
+    assert "model: forward made or resized the buffer table: " in output and "Traceback" not in output
+
+
+GATHERED = """
+loss_of_rank = compute_loss
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    loss, outputs = loss_of_rank(model, batch)
+    if outputs.requires_grad and torch.distributed.is_initialized():
+        parts = [torch.empty_like(outputs) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, outputs.detach())
+        loss = loss + 0.1 * (outputs @ torch.cat(parts).T).square().mean()
+    return loss, outputs
+"""
+
+
+def test_loss_that_gathers_unequal_last_shares_ends_before_the_first_step(project: Project) -> None:
+    """Row 10 of the public cases: batches of 8 leave 5 samples, 3 and 2 a rank. gloo aborts the rank that has 2."""
+    project.append("model.py", GATHERED)
+    words = ["device_ids=cpu,cpu", "training.global_batch_size=8", "training.epochs=1"]
+    output = project.run(*words, "data.num_samples=21", code=1)
+    assert "an epoch's last 5 samples leave shares of 3 and 2 on the ranks" in output
+    assert not (project.directory("run") / "metrics.jsonl").exists()
+    project.run("name=equal", *words, "data.num_samples=22")
+    assert len(project.lines("equal")) == 3
