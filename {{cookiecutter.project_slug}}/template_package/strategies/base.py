@@ -151,10 +151,8 @@ class Strategy:
         """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""
 
     def synchronize_buffers(self, *, is_start: bool = False) -> None:
-        """Copy rank 0's buffers to all ranks, because those of BatchNorm differ. After the start, copy saved ones only."""
-        saved = (
-            self.module.state_dict().keys()
-        )  # others may be tables that forward enlarges, of any length on each rank
+        """Copy rank 0's buffers to all ranks, as BatchNorm's differ. After the start, copy saved ones only."""
+        saved = self.module.state_dict().keys()  # others may be caches, longer on some ranks
         for name, buffer in self.module.named_buffers() if self.context.world_size > 1 else ():
             if is_start or name in saved:
                 dist.broadcast(bits(whole := buffer.contiguous()), src=0)  # NCCL takes no transposed tensor
