@@ -17,8 +17,19 @@ from torch.utils.data import Dataset
 
 from .. import model as user_model
 from ..config import Config, LoaderConfig
-from ..data import loader
-from ..data.loader import BatchReader, MicroBatch, Request, generators_restored, inner, loss_weight_of, move, numbers_of
+from ..data.loader import (
+    BatchReader,
+    MicroBatch,
+    Request,
+    derive_seed,
+    generators_restored,
+    inner,
+    loss_weight_of,
+    move,
+    numbers_of,
+    seed_cpu,
+    seed_generators,
+)
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
@@ -186,7 +197,7 @@ class EvaluationLoader:
         for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
             indices = piece.tolist() or [0]
             requests.append(Request(0, indices, indices, len(piece)))
-        names = "devices" if self._reader.device.type != "mps" else "torch", "python", "numpy"  # MPS: not restored
+        seed = seed_cpu if self._reader.device.type == "mps" else seed_generators  # MPS's is not restored
         for micro_batch in self._reader.read(requests):  # its random numbers depend on nothing that came before
-            loader.seed_generators(loader.derive_seed(0, 0, micro_batch.request.indices[0]), names)
+            seed(derive_seed(0, 0, micro_batch.request.indices[0]))
             yield micro_batch
