@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,10 @@ class Report:
         return entry
 
     def save(self) -> None:
-        self.write(self.results, self.folder)
+        try:
+            self.write(self.results, self.folder)
+        except Exception:  # the page must not end the report: the JSON file is written first
+            traceback.print_exc()
 
 
 def main() -> None:
@@ -65,7 +71,7 @@ def main() -> None:
             f"error: {sys.executable} has no {', '.join(missing)}. Put them on PYTHONPATH; nothing is installed here."
         )
     deadline = time.monotonic() + 60 * arguments.minutes
-    from gpu_page import write
+    from gpu_page import draw, write
     from gpu_plan import comparisons
 
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
@@ -85,6 +91,7 @@ def main() -> None:
     if unknown := set(chosen) - set(names):
         sys.exit(f"error: --rows: there is no {', '.join(unknown)}; there are {', '.join(names)}")
     folder = arguments.output or (HERE.parent / "build" / "gpu-rehearsal" if arguments.rehearse else HERE)
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     report = Report(former_results(folder, machine), folder, write)
     report.results["names"] = names
@@ -92,7 +99,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_report_", ignore_cleanup_errors=True) as temporary:
         work = Path(temporary)
         environment |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton")}
-        bench: Any = None
+        cases = [variant.case for comparison in plan.values() for variant in comparison.variants]
+
+        @cache
+        def bench() -> Any:  # if it fails, each row says why
+            from measure import Bench
+
+            return Bench(Path(tempfile.mkdtemp(dir=work)), cases, environment)
+
         for name in chosen:
             if time.monotonic() > deadline:
                 break
@@ -100,16 +114,13 @@ def main() -> None:
             if name == TESTS:
                 run_tests(report, work, environment, deadline, arguments.rehearse)
                 continue
-            if bench is None:
-                from measure import Bench
-
-                cases = [variant.case for comparison in plan.values() for variant in comparison.variants]
-                (work / "bench").mkdir()
-                bench = Bench(work / "bench", cases, environment)
+            with suppress(Exception):  # before two threads of a rehearsal would both make it
+                bench()
             if name == COPIES:
                 run_copies(report, bench, plan["resnet-bf16"].variants[0].case)
             else:
                 run_comparison(report, bench, plan[name], deadline, arguments.rounds)
+            draw(report.results, folder)  # not after each run: it takes a second
     report.save()
     print((folder / "RESULTS-GPU.md").read_text(encoding="utf-8"))
 
@@ -148,7 +159,7 @@ def run_tests(report: Report, work: Path, environment: dict[str, str], deadline:
     report.save()
 
 
-def run_comparison(report: Report, bench: Any, comparison: Any, deadline: float, rounds: int) -> None:
+def run_comparison(report: Report, bench: Callable[[], Any], comparison: Any, deadline: float, rounds: int) -> None:
     """Run each variant, `rounds` times in turn. One that fails becomes an entry with the reason."""
     entry = report.begin(comparison.name)
 
@@ -166,9 +177,9 @@ def run_comparison(report: Report, bench: Any, comparison: Any, deadline: float,
     report.save()
 
 
-def run_copies(report: Report, bench: Any, case: Any) -> None:
+def run_copies(report: Report, bench: Callable[[], Any], case: Any) -> None:
     def measure() -> Iterator[dict[str, Any]]:
-        for label, times in bench.run_script(HERE / "copies.py", case).items():
+        for label, times in bench().run_script(HERE / "copies.py", case).items():
             yield from ({"label": label, "milliseconds": value} for value in times)
 
     entry = report.begin(COPIES)
@@ -176,14 +187,14 @@ def run_copies(report: Report, bench: Any, case: Any) -> None:
     report.save()
 
 
-def measured(bench: Any, variant: Any) -> Iterator[dict[str, Any]]:
+def measured(bench: Callable[[], Any], variant: Any) -> Iterator[dict[str, Any]]:
     from gpu_plan import PACKAGES
 
     package = PACKAGES.get(variant.loop.name)
     if package and find_spec(package) is None:
         yield {"label": variant.label, "reason": f"{package} is not installed"}
         return
-    found = bench.run(variant.loop, variant.case)
+    found = bench().run(variant.loop, variant.case)
     print(f"    {variant.label}: {found.microseconds / 1000:.2f} ms a step", flush=True)
     yield {
         "label": variant.label,

@@ -26,22 +26,20 @@ LOSS_TOLERANCE = 0.05
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """Write results-gpu.json, RESULTS-GPU.md and, if matplotlib is installed, the charts."""
+    """Write results-gpu.json and RESULTS-GPU.md."""
     contents = {"results-gpu.json": lambda: json.dumps(results, indent=1) + "\n"}
     contents["RESULTS-GPU.md"] = lambda: markdown(results)
     for name, content in contents.items():
         beside = folder / f".{name}.tmp"
         beside.write_text(content(), encoding="utf-8")
         beside.replace(folder / name)  # whole, whenever the run is cut off
-    draw(results, ROOT / "docs" / "charts" if folder == ROOT / "benchmarks" else folder)
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:
-    """Draw the milliseconds a step of each comparison that has several loops."""
+    """Draw the milliseconds a step of each comparison so far, in docs/charts or, for another folder, in that one."""
+    folder = ROOT / "docs" / "charts" if folder == ROOT / "benchmarks" else folder
     tables = {name: medians(results, name, "milliseconds") for name in results["names"] if name in results["rows"]}
-    titles = {comparison.name: comparison.title for comparison in _plan(results)}
-    shown = {titles[name]: table for name, table in tables.items() if name in titles and len(table) > 1}
-    if not shown:
+    if not (shown := {name: table for name, table in tables.items() if len(table) > 1}):
         return
     sys.path.insert(0, str(ROOT / "tools"))
     try:
@@ -58,8 +56,8 @@ def markdown(results: dict[str, Any]) -> str:
     dates = sorted(row["date"] for row in rows.values())
     blocks = [
         "# Results on a GPU",
-        f"{machine['card'] or 'A rehearsal: tiny networks on the CPU, whose figures mean nothing'}; {facts}. "
-        f"Measured from {dates[0]} to {dates[-1]}." if dates else facts,
+        f"{machine['card'] or 'A rehearsal: tiny networks on the CPU, whose figures mean nothing'}; {facts}"
+        + (f"; measured from {dates[0]} to {dates[-1]}." if dates else "."),
         "\n".join(f"    {command}" for command in results["commands"]),
         "Written by `benchmarks/gpu.py` (`make gpu-report`), row by row. A later run adds its rows to those here, or "
         "replaces the same ones, if card and torch are the same; otherwise, it begins anew. Each figure is the median "
