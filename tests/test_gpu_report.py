@@ -79,3 +79,16 @@ def test_python_without_the_packages_is_told_in_one_line() -> None:
 def test_rows_that_do_not_exist_are_refused() -> None:
     done = report("--rehearse", "--rows gpt,bert")
     assert done.returncode != 0 and "there is no gpt; there are tests, gpt-bf16-compile" in done.stderr
+
+
+@pytest.mark.slow
+def test_loop_that_fails_is_a_line_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "safetensors.py").write_text("raise RuntimeError('a library that is broken')\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = report("--rehearse", "--rows gpt-bf16-compile", f"--output {tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, page = read(tmp_path)
+    assert re.search(
+        r"^generated trainer:\n\n```\n(.*\n)+RuntimeError: a library that is broken\n```$", page, re.MULTILINE
+    )
+    assert re.search(r"^\| bare \| \d+\.\d\d \| \d", page, re.MULTILINE), page
