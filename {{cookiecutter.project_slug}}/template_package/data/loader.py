@@ -116,9 +116,10 @@ def inner(dataset: Any) -> list[Any]:
     """Return the data sets that this one holds, such as the one in a Subset, and the ones that those hold in turn."""
     found = [dataset]
     for one in found:  # it grows
-        for value in getattr(one, "__dict__", {}).values():
+        for name, value in getattr(one, "__dict__", {}).items():
+            is_named = name in ("dataset", "datasets")  # an inner one may be of any class
             parts = value[:100] if isinstance(value, list) else [value]
-            found += [part for part in parts if isinstance(part, Dataset) and part not in found]
+            found += [part for part in parts if (is_named or isinstance(part, Dataset)) and part not in found]
     return found[1:]
 
 
@@ -127,19 +128,19 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
 
     A Subset or ConcatDataset has the numbers of its data sets. Raise ConfigError if another data set hides them.
     """
-    values, kind = getattr(dataset, name, None), type(dataset)
+    values, kind = getattr(dataset, name, None), type(dataset).__name__
     holders = [] if hasattr(dataset, name) else [one for one in inner(dataset) if getattr(one, name, None) is not None]
     if holders:
         parts = [numbers_of(part, name) for part in getattr(dataset, "datasets", inner(dataset)[:1])]
-        if kind not in (Subset, ConcatDataset) or any(part is None for part in parts):
+        if not isinstance(dataset, Subset | ConcatDataset) or any(part is None for part in parts):
             remedy = "Give it to the data set that build_datasets() returns, if that is no stream; None turns it off"
-            raise ConfigError(f"{name} of {type(holders[0]).__name__} is out of reach (in {kind.__name__}). {remedy}.")
+            raise ConfigError(f"{name} of {type(holders[0]).__name__} is out of reach (in {kind}). {remedy}.")
         values = torch.cat(cast(Any, parts))[torch.as_tensor(getattr(dataset, "indices", range(len(dataset))))]
     if values is None:
         return None
     numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     if (shape := tuple(numbers.shape)) != (len(dataset),):
-        raise ConfigError(f"{name} of {kind.__name__} has the shape {shape}, not one number per sample.")
+        raise ConfigError(f"{name} of {kind} has the shape {shape}, not one number per sample.")
     return numbers
 
 
@@ -280,9 +281,7 @@ class Fetcher(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
             self.set_epoch(request.epoch)
-            batch = self._read(request)
-            check_batch(batch, len(request.indices) or request.num_samples)
-            return MicroBatch(batch, request)
+            return MicroBatch(self._read(request), request)
         except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
         except ConfigError:
@@ -305,13 +304,14 @@ class Fetcher(Dataset[MicroBatch]):
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and _collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
-            return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
+            return [tensor.detach()[index] for tensor in dataset.tensors]  # as collated items, without reading each
         with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
             if is_first and len(own := generators_of(*self._roots)) > len(self._own or ()):  # made when first used
                 self._own = own
                 batch = self._read_seeded(request)
-            return batch
+        check_batch(batch, len(rows))
+        return batch
 
     def _read_seeded(self, request: Request) -> Any:
         items: Any = []
