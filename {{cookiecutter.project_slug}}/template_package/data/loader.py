@@ -13,9 +13,9 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain, islice
@@ -267,6 +267,7 @@ class Fetcher(Dataset[MicroBatch]):
     """
 
     max_workers = 8
+    _is_checked = False  # its batches are as they should be
     _own: list[Any] | None = None  # the data set's generators, once this process has looked for them
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -281,7 +282,11 @@ class Fetcher(Dataset[MicroBatch]):
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
             self.set_epoch(request.epoch)
-            return MicroBatch(self._read(request), request)
+            micro_batch = MicroBatch(self._read(request), request)
+            if not self._is_checked:  # a batch that collate() or __getitems__ makes may differ from the first
+                check_batch(micro_batch.batch, len(request.indices) or request.num_samples)
+                self._is_checked = _collate is default_collate and not self._has_whole_batches
+            return micro_batch
         except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
         except ConfigError:
@@ -304,14 +309,13 @@ class Fetcher(Dataset[MicroBatch]):
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and _collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
-            return [tensor.detach()[index] for tensor in dataset.tensors]  # as collated items, without reading each
+            return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
             if is_first and len(own := generators_of(*self._roots)) > len(self._own or ()):  # made when first used
                 self._own = own
                 batch = self._read_seeded(request)
-        check_batch(batch, len(rows))
-        return batch
+            return batch
 
     def _read_seeded(self, request: Request) -> Any:
         items: Any = []
@@ -412,20 +416,24 @@ def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankCont
 
 def check_batch(batch: Any, num_samples: int) -> None:
     """Raise ConfigError if a batch requires a gradient, or has left samples out that its weight in the loss counts."""
-    entries = list[Any]()
-
-    def keep(entry: Any) -> Any:
-        entries.append(entry)
-        return entry
-
-    fields = tuple(batch) if isinstance(batch, list) else batch
-    apply_to_collection(fields, (Tensor, numpy.ndarray, list), keep, allow_frozen=True)
+    entries = [*entries_of(batch)]
     if any(getattr(entry, "requires_grad", False) for entry in entries):
         raise ConfigError("samples require a gradient. Detach them in dataset.py; compute_loss may require one anew.")
     largest = max([len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples)
     if largest < num_samples and _loss_weight is None:
         remedy = "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
         raise ConfigError(f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}.")
+
+
+def entries_of(batch: Any) -> Iterator[Any]:
+    """Yield the tensors, arrays and lists in a batch. In a list, look at the first item only."""
+    if isinstance(batch, Tensor | numpy.ndarray | list):
+        yield batch
+    parts: Any = batch[:1] if isinstance(batch, list) else batch if isinstance(batch, tuple) else ()
+    if is_dataclass(batch) or isinstance(batch, Mapping):
+        parts = (batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})).values()
+    for part in parts:
+        yield from entries_of(part)
 
 
 def seed_generators(seed: int) -> None:

@@ -133,7 +133,6 @@ class PartFetcher(Fetcher):
                 self._cursor, self._items = request.cursor, self._read_part(request.cursor, request.epoch)
             items = [*islice(self._items, request.num_samples)]
             batch = loader._collate(items) if items else None
-            loader.check_batch(batch, len(items))
         if self._has_state and request.num_samples:
             self._cursor = self._cursor | {"state": deepcopy(self._dataset.state_dict())}
         request.num_samples, request.cursor = len(items), self._cursor

@@ -175,7 +175,7 @@ def test_runs_whose_augmentation_has_its_own_generator_do_not_depend_on_ranks_wo
 
 class FromNumpy(Augmented):
     def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor([index, numpy.random.standard_normal()], dtype=torch.float64)
+        return torch.tensor([index, numpy.random.rand()], dtype=torch.float64)
 
 
 @pytest.fixture
