@@ -83,6 +83,8 @@ benchmark-data: .cache/benchmark/.ready  ## the same on data sets as people writ
 	.cache/benchmark/bin/python benchmarks/run.py --case " on " --rounds 3 --output RESULTS-DATA.md
 
 gpu-report:  ## measure on a GPU, with $(PYTHON) as it is, and write benchmarks/RESULTS-GPU.md (8 minutes); see benchmarks/README.md
+	@$(HAS_PYTHON)
+	@$(PYTHON) tools/gpu_packages.py
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 memory: $(READY)  ## measure what ranks hold in memory under FSDP and when a checkpoint is loaded (1 minute)

@@ -1,6 +1,7 @@
 """Contains Strategy, which trains with plain PyTorch on one device. Other strategies override its methods."""
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -37,6 +38,8 @@ class Strategy:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # TF32: 10 bits of mantissa
         torch.backends.cudnn.allow_tf32 = config.tf32
         torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+        if config.deterministic:  # some versions of torch refuse cuBLAS without it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
         self.precision = config.precision.replace("auto", "fp32")  # settle_precision() has resolved it
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
