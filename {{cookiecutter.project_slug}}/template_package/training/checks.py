@@ -58,7 +58,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor."
             raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. {remedy}")
     calls: list[None] = []
-    shapes, buffers = saved_shapes(strategy), buffers_restored(strategy.module.modules())
+    shapes, buffers = saved_shapes(strategy.module), buffers_restored(strategy.module.modules())
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
     with generators_restored(*context.devices), buffers, strategy.accumulate(is_last_micro_batch=not is_trial):
         try:
@@ -81,7 +81,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()
-            if changed := sorted({name for name, _ in saved_shapes(strategy).items() ^ shapes.items()}):
+            if changed := sorted({name for name, _ in saved_shapes(strategy.module).items() ^ shapes.items()}):
                 rule = "no checkpoint of it would fit. Give it its full size in build_model, or set persistent=False"
                 raise ConfigError(f"model: forward made or resized the buffer {changed[0]}: {rule}.")
         except RuntimeError as error:
@@ -94,10 +94,10 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
             strategy.optimizer.zero_grad()
 
 
-def saved_shapes(strategy: Strategy) -> dict[str, torch.Size]:
-    """Return the shapes in the model's state dict, without copies such as extra state, which may change."""
-    state: dict[str, Tensor] = strategy.module.state_dict()
-    return {name: tensor.shape for name, tensor in state.items() if strategy.shapes.get(name, ()) is not None}
+def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the buffers that checkpoints hold."""
+    saved = module.state_dict().keys()
+    return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
