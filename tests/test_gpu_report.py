@@ -72,7 +72,7 @@ def test_results_of_the_same_card_and_torch_are_kept(tmp_path: Path) -> None:
 
 def test_python_without_the_packages_is_told_in_one_line() -> None:
     done = report(python=(sys.executable, "-I", "-S"))
-    assert done.returncode != 0 and "has no torch, numpy, pydantic" in done.stderr
+    assert done.returncode != 0 and "lacks torch, numpy, pydantic" in done.stderr
     assert "Traceback" not in done.stderr
 
 

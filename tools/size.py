@@ -50,11 +50,11 @@ def main() -> int:
         project = make_project(template, Path(folder, "all"), tools="all")
         calls = log_run(without_tools, Path(folder, "spy"))
         rows = [
-            Row("package and run.py, tools=none", package_files(without_tools), 44, 5050),
-            Row("package and run.py, tools=all", package_files(project), 54, 6040),
+            Row("package and run.py, tools=none", package_files(without_tools), 44, 5065),
+            Row("package and run.py, tools=all", package_files(project), 54, 6055),
             Row("tests", python_files(project, "tests"), 12, 1700),
-            Row("modules that a run on two ranks imports", imported_modules(without_tools, calls), 34, 4375),
-            Row("files that one train_step() passes", files_of_a_step(calls), 7, 1075),
+            Row("modules that a run on two ranks imports", imported_modules(without_tools, calls), 34, 4395),
+            Row("files that one train_step() passes", files_of_a_step(calls), 7, 1085),
             Row("modules that trainer.py imports", modules_of_trainer(without_tools), 16),
             Row("files from the command to run_fn", files_before_run_fn(calls), 10),
         ]

@@ -35,6 +35,7 @@ from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
 
+PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generator
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
 _collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
@@ -119,7 +120,8 @@ def inner(dataset: Any) -> list[Any]:
         for name, value in getattr(one, "__dict__", {}).items():
             is_named = name in ("dataset", "datasets")  # an inner one may be of any class
             parts = value[:100] if isinstance(value, list) else [value]
-            found += [part for part in parts if (is_named or isinstance(part, Dataset)) and part not in found]
+            parts = [part for part in parts if is_named or isinstance(part, Dataset)]
+            found += [part for part in parts if all(part is not other for other in found)]  # arrays cannot be compared
     return found[1:]
 
 
@@ -272,7 +274,7 @@ class Fetcher(Dataset[MicroBatch]):
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self._dataset: Any = dataset
-        self._roots: list[Any] = [dataset, vars(user_data)]  # where to look for generators
+        self._roots: list[Any] = [dataset]  # where to look for generators, besides dataset.py
         self._seed, self._epoch = seed, -1
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
@@ -312,7 +314,9 @@ class Fetcher(Dataset[MicroBatch]):
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
-            if is_first and len(own := generators_of(*self._roots)) > len(self._own or ()):  # made when first used
+            if is_first and len(own := generators_of(*self._roots, vars(user_data))) > len(
+                self._own or ()
+            ):  # made when first used
                 self._own = own
                 batch = self._read_seeded(request)
             return batch
@@ -330,7 +334,7 @@ class Fetcher(Dataset[MicroBatch]):
 
     def _seed_for(self, epoch: int, number: int) -> None:
         if self._own is None:
-            self._own = generators_of(*self._roots)
+            self._own = generators_of(*self._roots, vars(user_data))
         seed_cpu(derive_seed(self._seed, epoch, number), self._own)
 
 
@@ -420,7 +424,7 @@ def check_batch(batch: Any, num_samples: int) -> None:
     if any(getattr(entry, "requires_grad", False) for entry in entries):
         raise ConfigError("samples require a gradient. Detach them in dataset.py; compute_loss may require one anew.")
     largest = max([len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples)
-    if largest < num_samples and _loss_weight is None:
+    if largest < num_samples and _loss_weight is None:  # also (T, B), where loss_weight() can return B
         remedy = "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
         raise ConfigError(f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}.")
 
@@ -471,7 +475,7 @@ def generators_of(*roots: Any) -> list[Any]:
         if isinstance(value, kinds):
             found.append(value)
         elif not is_code and not is_other and not isinstance(value, Tensor | ModuleType) and len(reached) < 20_000:
-            parts = {id(part): part for part in gc.get_referents(value)[:500] if id(part) not in seen}
+            parts = {id(x): x for x in gc.get_referents(value)[:500] if id(x) not in seen and not isinstance(x, PLAIN)}
             seen.update(parts)
             reached += parts.values()
     return found

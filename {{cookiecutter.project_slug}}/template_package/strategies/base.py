@@ -157,7 +157,7 @@ class Strategy:
         """Copy rank 0's buffers to all ranks, as BatchNorm's differ. After the start, copy saved ones only."""
         saved = self.module.state_dict().keys()  # others may be caches, longer on some ranks
         for name, buffer in self.module.named_buffers() if self.context.world_size > 1 else ():
-            if is_start or name in saved:
+            if (is_start or name in saved) and buffer.layout == torch.strided:
                 dist.broadcast(bits(whole := buffer.contiguous()), src=0)  # NCCL takes no transposed tensor
                 buffer.copy_(whole)
 

@@ -18,7 +18,8 @@ class DistributedDataParallelStrategy(Strategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         super().__init__(config, context)
         self._options = options
-        self.has_collective_forward = options.static_graph  # a trial of memory would be recorded as the graph
+        # A trial of memory would be recorded as the graph, or broadcast on some ranks only.
+        self.has_collective_forward = options.static_graph or options.broadcast_buffers
         self.needs_all_gradients = not (options.find_unused_parameters or options.static_graph)
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:

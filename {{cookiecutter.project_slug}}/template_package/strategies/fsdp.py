@@ -41,6 +41,12 @@ class FullyShardedStrategy(Strategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
+        mean, ones = torch.ones(1, device=context.device), torch.ones(context.world_size, device=context.device)
+        if context.world_size > 1:  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
+            dist.reduce_scatter_tensor(mean, ones, dist.ReduceOp.AVG)
+        if mean.item() != 1:
+            problem = f"torch {torch.__version__} adds up gradients on this backend, where FSDP wants their mean"
+            raise ConfigError(f"strategy=fsdp: {problem}. Install torch 2.11 or newer, or set strategy=ddp.")
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
         offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
         self._memory: Any = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}

@@ -32,8 +32,10 @@ def check_model(model: nn.Module) -> nn.Module:
     """Return the model in training mode, except parts that build_model() set to eval mode. Raise ConfigError if a
     tensor has no shape yet, or if two parameters share memory.
     """
-    if not model.training:  # as Hugging Face returns it
-        model.train()
+    for part in model.modules():  # Hugging Face returns models in eval mode, which is no wish
+        is_loaded = hasattr(part, "from_pretrained") and any(p.requires_grad for p in part.parameters())
+        if not part.training and (part is model or is_loaded):
+            part.train()
     if names := [name for name, module in model.named_modules() if not module.training]:
         logger.info("left in eval mode by build_model(), where they stay: %s", ", ".join(names[:5]))
     if lazy := [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if is_lazy(tensor)]:

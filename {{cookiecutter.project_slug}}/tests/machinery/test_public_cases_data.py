@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import types
 from collections import Counter
@@ -451,3 +452,33 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
     output = project.run("device_ids=cpu,cpu", f"loader.num_workers={workers}", code=2)
     (line,) = [line for line in output.splitlines() if "error: " in line]
     assert told in line and ("grad" in line) == ("grad" in fault) and "Traceback" not in output
+
+
+def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
+    fetcher = loader_module.Fetcher(TensorDataset(torch.zeros(3)), 0)
+    assert len(pickle.loads(pickle.dumps(fetcher))._dataset) == 3
+
+
+def test_data_set_that_holds_arrays_under_the_name_dataset_is_read() -> None:
+    """Arrays compare element by element, and a data set without an end would be iterated."""
+
+    class Endless(Dataset[Any]):
+        def __init__(self) -> None:
+            self.dataset, self.datasets = numpy.zeros(3), [numpy.zeros(2), numpy.zeros(2)]
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    assert len(inner(Endless())) == 3
+
+
+def test_generators_are_found_behind_many_annotations() -> None:
+    class Annotated(Dataset[Any]):
+        def __init__(self) -> None:
+            self.records = [{"id": i, "polygon": [float(x) for x in range(60)]} for i in range(1000)]
+            self.transform = [[numpy.random.default_rng(0)]]
+
+    assert len(generators_of(Annotated())) == 1
