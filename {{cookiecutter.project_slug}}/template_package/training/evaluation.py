@@ -198,6 +198,7 @@ class EvaluationLoader:
             indices = piece.tolist() or [0]
             requests.append(Request(0, indices, indices, len(piece)))
         seed = seed_cpu if self._reader.device.type == "mps" else seed_generators  # MPS's is not restored
-        for micro_batch in self._reader.read(requests):  # its random numbers depend on nothing that came before
-            seed(derive_seed(0, 0, micro_batch.request.indices[0]))
+        for number, micro_batch in enumerate(self._reader.read(requests)):
+            if number == 0 or not num_parts:  # two halves draw what their whole does
+                seed(derive_seed(0, 0, micro_batch.request.indices[0]))  # so nothing depends on what came before
             yield micro_batch
