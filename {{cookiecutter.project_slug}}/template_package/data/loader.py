@@ -314,9 +314,8 @@ class Fetcher(Dataset[MicroBatch]):
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
-            if is_first and len(own := generators_of(*self._roots, vars(user_data))) > len(
-                self._own or ()
-            ):  # made when first used
+            own = generators_of(*self._roots, vars(user_data)) if is_first else []
+            if len(own) > len(self._own or ()):  # some were made when first used
                 self._own = own
                 batch = self._read_seeded(request)
             return batch

@@ -99,7 +99,7 @@ def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> 
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes. gloo and NCCL send them whatever the dtype; they cannot send int16 or float8."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+    return tensor.detach().view(-1).view(torch.uint8)  # refuses what is not contiguous, where bytes would be a copy's
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class FullyShardedStrategy(Strategy):
         mean, ones = torch.ones(1, device=context.device), torch.ones(context.world_size, device=context.device)
         if context.world_size > 1:  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
             dist.reduce_scatter_tensor(mean, ones, dist.ReduceOp.AVG)
-        if mean.item() != 1:
+        if mean.item() > 1.5:  # NCCL's mean of ones may be off by rounding
             problem = f"torch {torch.__version__} adds up gradients on this backend, where FSDP wants their mean"
             raise ConfigError(f"strategy=fsdp: {problem}. Install torch 2.11 or newer, or set strategy=ddp.")
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
