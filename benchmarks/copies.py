@@ -77,7 +77,7 @@ def main() -> None:
                     synchronize(settings)
                     started = time.perf_counter()
                 with autocast(settings):
-                    loss, _ = compute_loss(model, batch)
+                    loss = compute_loss(model, batch)[0]
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

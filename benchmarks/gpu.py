@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 NEEDED = "torch numpy pydantic yaml torchmetrics lightning_utilities tqdm safetensors pynvml pytest pytest_timeout"
 TESTS, COPIES = "tests", "copies"
 MAX_TEST_SECONDS = 240.0
+NUM_JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))  # a test has two ranks at most
 DESCRIBE = """
 import importlib.metadata, json, platform, torch
 facts = {"card": "", "python": platform.python_version(), "torch": torch.__version__, "CUDA": torch.version.cuda}
@@ -53,7 +54,9 @@ class Report:
 
     def begin(self, row: str) -> dict[str, Any]:
         """Return a new, empty entry for the row, in place of a former one."""
-        self.results["rows"][row] = {"date": f"{datetime.now():%Y-%m-%d %H:%M}", "entries": [], "is_complete": False}
+        machine = {key: self.results["machine"][key] for key in ("card", "torch", "memory_gib")}
+        now = f"{datetime.now():%Y-%m-%d %H:%M}"
+        self.results["rows"][row] = {"date": now, "machine": machine, "entries": [], "is_complete": False}
         entry: dict[str, Any] = self.results["rows"][row]
         return entry
 
@@ -136,12 +139,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def former_results(folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
-    """Return the folder's results if they are from the same card and torch; otherwise, empty ones."""
+    """Return the folder's results, which may be of other cards, or empty ones. Each row names its own."""
     path = folder / "results-gpu.json"
     former: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if all(former.get("machine", {}).get(key) == machine[key] for key in ("card", "torch")):
-        return former | {"machine": machine}
-    return {"machine": machine, "commands": [], "rows": {}, "reasons": {}}
+    return {"commands": [], "rows": {}, "reasons": {}} | former | {"machine": machine}
 
 
 def run_tests(report: Report, work: Path, environment: dict[str, str], deadline: float, is_rehearsal: bool) -> None:
@@ -153,7 +154,7 @@ def run_tests(report: Report, work: Path, environment: dict[str, str], deadline:
         entry["entries"] = outcomes
         report.save()
 
-    seconds, num_jobs = min(MAX_TEST_SECONDS, deadline - time.monotonic()), 1 if is_rehearsal else 4
+    seconds, num_jobs = min(MAX_TEST_SECONDS, deadline - time.monotonic()), 1 if is_rehearsal else NUM_JOBS
     show(gpu_tests.run_tests(work, environment, seconds, num_jobs, show))
     entry["is_complete"] = all(outcome["outcome"] in ("passed", "failed", "skipped") for outcome in entry["entries"])
     report.save()

@@ -53,31 +53,35 @@ def draw(results: dict[str, Any], folder: Path) -> None:
 def markdown(results: dict[str, Any]) -> str:
     machine, rows = results["machine"], results["rows"]
     facts = ", ".join(f"{key} {value}" for key, value in machine.items() if key != "card" and value)
-    dates = sorted(row["date"] for row in rows.values())
+    card = machine["card"] or "A rehearsal: tiny networks on the CPU, whose figures mean nothing"
     blocks = [
         "# Results on a GPU",
-        f"{machine['card'] or 'A rehearsal: tiny networks on the CPU, whose figures mean nothing'}; {facts}"
-        + (f"; measured from {dates[0]} to {dates[-1]}." if dates else "."),
+        f"The last run's machine: {card}; {facts}. Each table names its own card.",
         "\n".join(f"    {command}" for command in results["commands"]),
         "Written by `benchmarks/gpu.py` (`make gpu-report`), row by row. A later run adds its rows to those here, or "
-        "replaces the same ones, if card and torch are the same; otherwise, it begins anew. Each figure is the median "
+        "replaces the same ones. Each figure is the median "
         "of laps (a log line each) after the warm-up; x is a ratio to a run of the same table. All loops but `bare` "
         "take whole batches from pinned memory and use the fused AdamW. Compiled loops share the compiler's cache: "
         "the first one of a table fills it. A difference is within the noise if the laps of a run differ by more.",
     ]  # fmt: skip
-    plan = {comparison.name: comparison for comparison in _plan(results)}
+    plan = {name: comparison for name in rows for comparison in _plan(rows[name]) if comparison.name == name}
     if aims := [
         aim for name in results["names"] if name in plan and name in rows for aim in _aims(results, plan[name])
     ]:
         blocks.append("\n".join(["| aim | measured | |", "|---|---:|---|", *aims]))
     for name in results["names"]:
         if name == "tests" and name in rows:
-            blocks += _tests(rows[name]["entries"])
+            blocks += _tests(rows[name])
         elif name in plan and name in rows:
-            blocks += [f"## {name}", plan[name].title, _table(results, plan[name]), *_failures(rows[name])]
+            blocks += [
+                f"## {name}",
+                f"{plan[name].title}. {_where(rows[name])}",
+                _table(results, plan[name]),
+                *_failures(rows[name]),
+            ]
         elif name in rows:
-            blocks += [f"## {name}", "ResNet-50, bf16: how a batch is copied to the GPU (DECISIONS 102)"]
-            blocks += [_copies(results), *_failures(rows[name])]
+            title = "ResNet-50, bf16: how a batch is copied to the GPU (DECISIONS 102)"
+            blocks += [f"## {name}", f"{title}. {_where(rows[name])}", _copies(results), *_failures(rows[name])]
     left = [name for name in results["names"] if not rows.get(name, {}).get("is_complete")]
     blocks.append("## Not reached" if left else "Every row was reached.")
     if left:
@@ -94,14 +98,18 @@ def medians(results: dict[str, Any], name: str, key: str) -> dict[str, float]:
     return {label: statistics.median(values) for label, values in found.items()}
 
 
-def _plan(results: dict[str, Any]) -> list[Comparison]:
-    return comparisons(results["machine"]["memory_gib"])
+def _plan(row: dict[str, Any]) -> list[Comparison]:
+    return comparisons(row["machine"]["memory_gib"])
+
+
+def _where(row: dict[str, Any]) -> str:
+    return f"{row['machine']['card'] or 'CPU'}, torch {row['machine']['torch']}, {row['date']}."
 
 
 def _mfu(results: dict[str, Any], comparison: Comparison, milliseconds: float) -> float | None:
     """Return the part of the card's peak that the network's operations take, or None if one of them is unknown."""
     case = comparison.variants[0].case
-    flops, card = flops_per_sample(case.work), results["machine"]["card"]
+    flops, card = flops_per_sample(case.work), results["rows"][comparison.name]["machine"]["card"]
     peak = next((value for name, value in PEAKS if name in card), None)
     if flops is None or peak is None:
         return None
@@ -152,14 +160,17 @@ def _failures(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _tests(outcomes: list[dict[str, Any]]) -> Iterator[str]:
+def _tests(row: dict[str, Any]) -> Iterator[str]:
+    outcomes = row["entries"]
     counts = {kind: sum(outcome["outcome"] == kind for outcome in outcomes) for kind in ("passed", "failed", "skipped")}
     yield "## tests"
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    yield f"`pytest -m gpu tests/machinery` in the project's folder, several at a time: {words}, of {len(outcomes)}."
+    what = f"`pytest -m gpu tests/machinery` in the project's folder, several at a time: {words}, of {len(outcomes)}."
+    yield f"{what} {_where(row)}"
     lines = ["| test | outcome | s |", "|---|---|---:|"]
     for outcome in outcomes:
         reason = f": {outcome['reason']}" if outcome["outcome"] == "skipped" else ""
+        reason = outcome.get("note", reason)  # written into results-gpu.json by hand
         label = outcome["label"].rpartition("::")[2]
         lines.append(f"| `{label}` | {outcome['outcome']}{reason} | {outcome.get('seconds', '')} |")
     yield "\n".join(lines)

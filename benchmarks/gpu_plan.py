@@ -39,9 +39,8 @@ class Comparison:
 def comparisons(memory_gib: float) -> list[Comparison]:
     """Return the comparisons in their order, for a GPU with so much memory. 0: a rehearsal with tiny networks."""
     main, others = [TUNED_LOOP, OUR_LOOP, BARE_LOOP], LIBRARIES
-    again = [OUR_LOOP, TUNED_LOOP] if memory_gib else []
     found = [
-        _of_loops(COMPILED, "GPT of 124 M parameters, bf16, compiled", [*main, *again], memory_gib),
+        _of_loops(COMPILED, "GPT of 124 M parameters, bf16, compiled", main, memory_gib),
         _of_loops("gpt-bf16", "GPT of 124 M parameters, bf16", [*main, *others], memory_gib),
         _of_loops("resnet-bf16", "ResNet-50, 224 x 224, bf16", [*main, *others], memory_gib),
         _bert(memory_gib),

@@ -24,7 +24,7 @@ def main() -> None:
     step = 0
     while step < settings.num_steps:
         for batch in loader:
-            loss, _ = compute_loss(model, batch)
+            loss = compute_loss(model, batch)[0]
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

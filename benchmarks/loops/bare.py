@@ -30,7 +30,7 @@ def train(rank: int, settings: Settings) -> None:
     while step < settings.num_steps:
         for batch in loader:
             with autocast(settings):
-                loss, _ = compute_loss(model, move(batch, settings))
+                loss = compute_loss(model, move(batch, settings))[0]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

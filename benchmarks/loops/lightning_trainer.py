@@ -28,7 +28,7 @@ class Module(LightningModule):
         self.recorder = Recorder(self.settings, self.global_rank)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, _ = compute_loss(self.model, batch)
+        loss = compute_loss(self.model, batch)[0]
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

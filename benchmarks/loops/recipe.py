@@ -23,7 +23,7 @@ def train(rank: int, settings: Settings) -> None:
     while step < settings.num_steps:
         for batch in loader:
             optimizer.zero_grad()
-            loss, _ = compute_loss(model, batch)
+            loss = compute_loss(model, batch)[0]
             loss.backward()
             optimizer.step()
             dist.barrier()

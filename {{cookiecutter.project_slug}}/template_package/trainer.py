@@ -148,8 +148,9 @@ class Trainer:
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, outputs = user_model.compute_loss(strategy.model, batch)
+                figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+                del outputs  # a language model's logits are large, and backward needs its memory
                 strategy.backward(loss, weight)
-            figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
             for name, value in figures.items():
                 part = weighted(value, weight)
                 sums[name] = sums[name] + part if name in sums else part

@@ -1,7 +1,8 @@
 """Chooses this node's devices, as `device_ids` in config.yaml specifies, and locks GPUs against other runs.
 
-On Linux, a GPU's lock is an abstract Unix socket. Only one process can bind the socket's name, and the name is free
-again when that process ends, however it ends. Containers with separate networks do not see each other's locks.
+On Linux, a lock is an abstract Unix socket. Only one process can bind the socket's name, and the name is free again
+when that process ends, however it ends. Runs that share a GPU hold one of its locks each: while any of them lives,
+device_ids=auto leaves that GPU. Containers with separate networks do not see each other's locks.
 """
 
 import math
@@ -24,6 +25,7 @@ from ..errors import ConfigError, one_line
 
 GIB = 2**30
 POLL_SECONDS, CHOOSER_SECONDS = 3.0, 10.0
+LOCKS_PER_GPU = 8
 
 
 @dataclass(frozen=True)
@@ -113,21 +115,31 @@ def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu
             raise ConfigError(f"device_ids: {problem} End it; `ps -eo pid,stat,user,args` shows it with STAT T.")
         time.sleep(0.01)
     with chooser:
-        locks = {gpu: lock for gpu in gpus.visible if (lock := take_lock(gpu.uuid)) is not None}
-        states = {gpu: _state(gpu, launch, is_locked=gpu not in locks) for gpu in gpus.visible}
+        locks = {gpu: _take_locks(gpu) for gpu in gpus.visible}
+        is_used = {gpu: len(locks[gpu]) < LOCKS_PER_GPU for gpu in gpus.visible}
+        states = {gpu: _state(gpu, launch, is_used[gpu]) for gpu in gpus.visible}
         free = [gpu for gpu in gpus.visible if states[gpu] == "free"]
         best = sorted(free, key=lambda gpu: -gpu.free_memory)[: number or None]
         chosen = named or [gpu for gpu in free if gpu in best and len(best) >= number]
-        for gpu in set(locks).difference(chosen):
-            locks.pop(gpu).close()
+        for gpu in gpus.visible:
+            for lock in locks[gpu][1 if gpu in chosen else 0 :]:
+                lock.close()
+        held = [lock for gpu in dict.fromkeys(chosen) for lock in locks[gpu][:1]]
     names = {gpu: f"cuda:{gpus.visible.index(gpu)}" for gpu in chosen}
-    states |= {gpu: f"-> {name}{'' if gpu in locks else ', another run uses it too'}" for gpu, name in names.items()}
+    states |= {gpu: f"-> {name}{', another run uses it too' if is_used[gpu] else ''}" for gpu, name in names.items()}
     table = [f"{gpu}  {states.get(gpu, 'hidden by CUDA_VISIBLE_DEVICES')}" for gpu in gpus.present]
     notes = [*filter(None, [gpus.problem]), *table]
-    return Devices([names[gpu] for gpu in chosen], notes, tuple(locks.values())), len(free)
+    return Devices([names[gpu] for gpu in chosen], notes, tuple(held)), len(free)
 
 
-def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
+def _take_locks(gpu: Gpu) -> list[socket.socket]:
+    """Take all locks of the GPU that no other run holds."""
+    others = [gpu.uuid and f"{gpu.uuid}/{number}" for number in range(1, LOCKS_PER_GPU)]
+    locks = [take_lock(name) for name in (gpu.uuid, *others)]
+    return [lock for lock in locks if lock is not None]
+
+
+def _state(gpu: Gpu, launch: LaunchConfig, is_used: bool) -> str:
     """Return "free", or the reason why device_ids=auto does not take this GPU."""
     if gpu.problem:
         return gpu.problem
@@ -135,7 +147,7 @@ def _state(gpu: Gpu, launch: LaunchConfig, is_locked: bool) -> str:
         return f"below launch.min_free_memory_gib={launch.min_free_memory_gib:g}"
     if launch.share_gpus:
         return "free"
-    if is_locked:
+    if is_used:
         return "another run uses it"
     return "another user computes there" if {*gpu.users} - {owner(os.getpid())} else "free"
 

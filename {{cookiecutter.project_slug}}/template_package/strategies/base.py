@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .common import WHOLE, bits, checkpoint_activations, receive, set_optimizer_state, shapes_of
+from .common import bits, checkpoint_activations, gather_whole, receive, set_optimizer_state, shapes_of
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -114,7 +114,8 @@ class Strategy:
         """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""
         weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
         # Before the first step torch's function would take one, to create the state, and AdamW would count it.
-        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=WHOLE) if self.optimizer.state else {}
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer) if self.optimizer.state else {}
+        optimizer = gather_whole(optimizer, self.context)
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ class Strategy:
 
     def get_weights(self) -> dict[str, Tensor]:
         """Return the model's state dict on the CPU. All ranks must call this. Only rank 0 gets the whole state dict."""
-        return cast(dict[str, Tensor], get_model_state_dict(self.module, options=WHOLE))
+        return cast(dict[str, Tensor], gather_whole(get_model_state_dict(self.module), self.context))
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:

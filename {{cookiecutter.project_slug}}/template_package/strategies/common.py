@@ -4,12 +4,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -19,7 +18,6 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # keys of a group that `optimizer:` sets
 
 
@@ -81,6 +79,24 @@ def shapes_of(module: nn.Module) -> dict[str, torch.Size | None]:
     state = module.state_dict(keep_vars=True)
     memory = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return {name: tensor.shape if id(tensor) in memory else None for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def gather_whole(state: Any, context: RankContext) -> Any:
+    """Return a state dict with its tensors whole and on the CPU. All ranks must call this. Only rank 0 gets all of it.
+
+    The other ranks get an empty one.
+    """
+    # Given a GPU's memory, gloo crashes (https://github.com/pytorch/pytorch/issues/152645).
+    is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            value = cast(DTensor, value.to("cpu" if is_gloo else context.device)).full_tensor()
+        return value.cpu() if isinstance(value, Tensor) and context.rank == 0 else value
+
+    whole = tree_map(gather, state)
+    return whole if context.rank == 0 else {}
 
 
 def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> Tensor:

@@ -80,6 +80,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
             figures_of(loss, outputs, micro_batch.batch)
+            del returned, outputs  # as train_step() does
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()

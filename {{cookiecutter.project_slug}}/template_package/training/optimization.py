@@ -15,7 +15,7 @@ from .. import model as user_model
 from ..config import OptimizerConfig
 from ..errors import ConfigError
 from ..strategies.base import Strategy
-from ..strategies.common import receive
+from ..strategies.common import gather_whole, receive
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,7 @@ class WeightAverage:
         with self.swapped_in():  # on the CPU the state dict shares memory with the model
             weights = {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
         for name, average in self._wider.items():
-            whole = average.to(self._strategy.context.device)
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole  # from all ranks
-            weights |= {name: whole.cpu()} if weights else {}  # rank 0 has them
+            weights |= gather_whole({name: average}, self._strategy.context)
         return weights
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:

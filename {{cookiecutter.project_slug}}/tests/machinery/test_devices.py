@@ -230,7 +230,12 @@ def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
         devices = take([0, 1, 1], nvml)
         assert devices.names == ["cuda:0", "cuda:1", "cuda:1"]
         assert states(devices.notes) == ["-> cuda:0, another run uses it too", "-> cuda:1", "free"]
-        assert len(devices.locks) == 1 and is_locked(nvml, 1) and not is_locked(nvml, 2)
+        assert [is_locked(nvml, index) for index in range(3)] == [True, True, False]
+    # The first run has ended, and the second one still computes on both.
+    assert names("auto", nvml) == ["cuda:2"] and "found 1 of 3" in refusal("auto:2", nvml)
+    for lock in devices.locks:
+        lock.close()
+    assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
 
 
 @needs_linux

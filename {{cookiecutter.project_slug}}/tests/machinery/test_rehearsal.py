@@ -137,3 +137,16 @@ def test_local_rank_0_alone_builds_first_however_long_it_takes(project: Project)
         times.append([float(line.split()[1]) for line in log.splitlines() if line.startswith(("built", "TASK"))])
     assert [len(of_rank) for of_rank in times] == [2, 2]
     assert all(first < second for first, second in zip(*times, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_outputs_are_dropped_before_the_backward_pass(project: Project, strategy: str) -> None:
+    """A language model's logits are gigabytes, which the backward pass can use for gradients."""
+    project.edit(
+        "model.py", "    errors = (outputs", "    import weakref\n    outputs = outputs * 1.0\n    errors = (outputs"
+    )
+    count = "lambda _: print('outputs are', 'dropped' if dropped() is None else 'held')"
+    watch = f"    dropped = weakref.ref(outputs)\n    if loss.requires_grad:\n        loss.register_hook({count})"
+    project.edit("model.py", "    return loss, outputs", f"{watch}\n    return loss, outputs")
+    output = project.run("training.max_steps=3", "device_ids=cpu,cpu", f"strategy={strategy}", "logging.every_steps=2")
+    assert "outputs are held" not in output and output.count("outputs are dropped") >= 3, output
