@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imports are inside functions, since the process that starts
 def run_fn(rank: int, world_size: int, config: "Config") -> None:
     """Train as rank `rank` of `world_size`. launch() has already set up the device and the process group."""
     from template_package.commands import write_report
+    from template_package.core.task import find_task
     from template_package.files import run_directory
     from template_package.launching.distributed import rank_context
     from template_package.tracking import rank_logs
@@ -29,7 +30,7 @@ def run_fn(rank: int, world_size: int, config: "Config") -> None:
 
     context, directory = rank_context(rank, world_size), run_directory(config.name)
     with rank_logs(directory, context):
-        Trainer(config, context, directory).fit()
+        Trainer(config, context, directory, find_task()).fit()
         if context.is_main and config.logging.report:
             write_report(directory)
 

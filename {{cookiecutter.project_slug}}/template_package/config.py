@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform, 
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from . import model as user_model
 from .config_file import available_files, dotted, other_words, our_word, read_settings
+from .core.task import Task, find_task
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
 from .model import ModelConfig
@@ -215,7 +215,7 @@ def build_config(settings: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(problems))
     try:
         config: Config = _adapter.validate_python(settings)
-        getattr(user_model, "complete_config", lambda *_: None)(config.model, config.data)
+        find_task().complete_config(config.model, config.data)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error))) from None
     except (ValueError, OSError) as error:  # raised by complete_config, which may read a file
@@ -260,13 +260,13 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + item.name, item
 
 
-def settings_without_effect(config: Config) -> Iterator[str]:
+def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
     """Yield a line for each setting that is no default and that another one, or a function of model.py, overrides."""
     schedule, section = config.schedule.name, config.strategy if hasattr(config, config.strategy) else "ddp"
     is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
     rules = (
-        ("schedule[.]", hasattr(user_model, "learning_rate"), "learning_rate() in model.py takes its place"),
-        ("optimizer[.](?!l)", hasattr(user_model, "build_optimizer"), "build_optimizer() in model.py may ignore it"),
+        ("schedule[.]", task.learning_rate is not None, "learning_rate() in model.py takes its place"),
+        ("optimizer[.](?!l)", task.build_optimizer is not None, "build_optimizer() in model.py may ignore it"),
         ("schedule[.]milestones", schedule != "step", f"schedule.name={schedule}"),
         ("schedule[.]decay_factor", schedule not in ("step", "plateau"), f"schedule.name={schedule}"),
         ("schedule[.]patience", schedule != "plateau", f"schedule.name={schedule}"),

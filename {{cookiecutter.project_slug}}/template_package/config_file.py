@@ -14,7 +14,7 @@ from .errors import ConfigError, one_line
 
 
 def other_words() -> dict[str, dict[str, str]]:
-    """Read other_words.yaml, which lists other tools' names for this project's keys, values and functions."""
+    """Read other_words.yaml, which lists other tools' names for this project's keys and values."""
     return dict(yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes()))
 
 

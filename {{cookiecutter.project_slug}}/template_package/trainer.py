@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from . import model as user_model
 from .config import Config, differing_keys, settings_without_effect, to_dict
+from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
 from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
@@ -25,7 +25,7 @@ from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_run, load_weights, read_once
 from .training.checks import MemoryLimit, check_finite, check_model, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_on_epoch_begin, figures_of, tell_of_names
+from .training.hooks import call_after_step, call_on_epoch_begin, figures_of
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains the user's model on one rank. All ranks must call the same Trainer methods in the same order."""
 
-    def __init__(self, config: Config, context: RankContext, directory: Path) -> None:
+    def __init__(self, config: Config, context: RankContext, directory: Path, task: Task) -> None:
         config = settle_precision(config, context)  # a run continues in the precision that it began with
-        self.config, self.context, self.directory = config, context, directory
-        train_data, validation_data, *_ = build_datasets(config, context)
+        self.config, self.context, self.directory, self.task = config, context, directory, task
+        train_data, validation_data, *_ = build_datasets(task, config, context)
         training = config.training
-        self.loader = create_loader(train_data, config, context)
-        self.evaluator = Evaluator(validation_data, "validation", config, context)
+        self.loader = create_loader(train_data, task, config, context)
+        self.evaluator = Evaluator(validation_data, "validation", config, context, task)
         self.progress = Progress(self.loader.num_samples, training.global_batch_size)
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, training.max_steps or all_steps)
@@ -54,19 +54,19 @@ class Trainer:
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         seed_generators(config.seed)  # again: building the data sets may have drawn, and not alike on all ranks
         with context.local_rank_first("model"):
-            model = check_model(user_model.build_model(config.model))
+            model = check_model(task.build_model(config.model))
         if config.checkpoint.initial_weights is not None:
             load_weights(model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights=")
-        call_on_epoch_begin(model, range(1))
+        call_on_epoch_begin(task, model, range(1))
         self.startup_seconds: float | None = None  # from the process's start to the end of its first step
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
-        self.strategy.prepare(model, partial(choose_optimizer, config=config.optimizer))
+        self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)
-        for line in settings_without_effect(config):
+        for line in settings_without_effect(config, task):
             logger.info(line)
 
     @property
@@ -101,7 +101,7 @@ class Trainer:
             while not self.is_complete and stop.allows():
                 with memory.watched():
                     if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
-                        rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.context)
+                        rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.task)
                         self.loader.start(self.progress.epoch, 0)
                     self.progress.count_step()
                     sums, gradient_norm = self.train_step(self.progress.is_logged(self.config.logging.every_steps))
@@ -116,10 +116,10 @@ class Trainer:
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
-        memory.fit(self.strategy, self.config.training.micro_batch_size, progress.epoch)
+        memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
-            rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.context)
-            rehearse_last(self.strategy, self.loader, self.context)
+            rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.task)
+            rehearse_last(self.strategy, self.loader, self.task)
         if self.config.evaluation.micro_batch_size == "auto":
             self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit
         if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:
@@ -139,16 +139,17 @@ class Trainer:
         """Run one optimizer step without waiting for the device. Return metrics and the gradient norm before clipping.
         Unless `is_logged` is true, the only metric is the loss. The caller must average metrics over all ranks.
         """
-        strategy, config, progress = self.strategy, self.config, self.progress
+        task, strategy, config, progress = self.task, self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
-        rate = learning_rate(config.schedule, peak, progress.step, self.total_steps, progress.num_drops)
+        times = progress.step, self.total_steps, progress.num_drops
+        rate = learning_rate(config.schedule, peak, *times, task.learning_rate)
         set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
-                    loss, outputs = user_model.compute_loss(strategy.model, batch)
-                figures = figures_of(loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+                    loss, outputs = task.compute_loss(strategy.model, batch)
+                figures = figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
                 del outputs  # a language model's logits are large, and backward needs its memory
                 strategy.backward(loss, weight)
             for name, value in figures.items():
@@ -159,7 +160,7 @@ class Trainer:
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
-        call_after_step(self.strategy, progress.step, self.tracking)
+        call_after_step(self.task, self.strategy, progress.step, self.tracking)
         if self.average is not None:
             self.average.update(progress.step)
         self.losses.append((sums["loss"], progress.step))
@@ -234,7 +235,7 @@ class Trainer:
         """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""
         epochs = range(self.num_epochs_begun, epoch + 1)
         self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
-        is_changed = bool(epochs) and call_on_epoch_begin(self.strategy.module, epochs)
+        is_changed = bool(epochs) and call_on_epoch_begin(self.task, self.strategy.module, epochs)
         if epochs:  # it may put BatchNorm layers in eval mode: from then on, forwards read their statistics
             self.strategy.synchronize_buffers()
         if is_changed:

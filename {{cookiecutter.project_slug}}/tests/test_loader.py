@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,18 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from template_package.config import LoaderConfig
-from template_package.data import loader as loader_module
+from template_package.core.task import find_task
 from template_package.data.loader import MicroBatch, TrainLoader, epoch_order, is_stream
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.training.evaluation import EvaluationLoader
 
-
-@pytest.fixture(autouse=True)
-def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable any `collate` (dataset.py) or `loss_weight` (model.py) you wrote: it may not suit the test data."""
-    monkeypatch.setattr(loader_module, "_collate", default_collate)
-    monkeypatch.setattr(loader_module, "_loss_weight", None)
+TASK = replace(find_task(), collate=default_collate, loss_weight=None)  # yours may not suit the test data
 
 
 class Squares(Dataset[Any]):
@@ -49,11 +45,12 @@ class Batches(Squares):
 
 
 def train_loader(
-    dataset: Any = None, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 7, micro: Any = 3
-) -> TrainLoader:
+    dataset: Any = None, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 7, micro: Any = 3,
+    task: Any = TASK,
+) -> TrainLoader:  # fmt: skip
     context = RankContext(rank=rank, world_size=world_size)
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": micro}
-    return TrainLoader(dataset or Squares(), LoaderConfig(num_workers=workers), context, **options)
+    return TrainLoader(dataset or Squares(), task, LoaderConfig(num_workers=workers), context, **options)
 
 
 def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:
@@ -70,7 +67,7 @@ def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **op
 
 def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches that a rank evaluates."""
-    loader = EvaluationLoader(dataset, LoaderConfig(), RankContext(rank=rank, world_size=world_size), "validation")
+    loader = EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, world_size), "validation")
     return list(loader.read(micro_batch_size))
 
 
@@ -234,11 +231,11 @@ def noisy(items: list[Any]) -> Any:
     return torch.tensor([index for index, _ in items]), torch.rand(())
 
 
-def test_numbers_that_collate_draws_in_a_worker_depend_on_the_batch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_collate", noisy)
+def test_numbers_that_collate_draws_in_a_worker_depend_on_the_batch_alone() -> None:
+    task = replace(TASK, collate=noisy)
 
     def drawn(rank: int, num_steps: int, workers: int, position: int = 0) -> list[float]:
-        found = steps(rank, 2, num_steps=num_steps, position=position, workers=workers)
+        found = steps(rank, 2, num_steps=num_steps, position=position, workers=workers, task=task)
         return [float(micro.batch[1]) for step in found for micro in step]
 
     full, resumed = drawn(0, 5, workers=1), drawn(0, 3, workers=2, position=14)
@@ -246,10 +243,9 @@ def test_numbers_that_collate_draws_in_a_worker_depend_on_the_batch_alone(monkey
     assert len({*full, *drawn(1, 5, workers=1)}) == 2 * len(full), "each its own"
 
 
-def test_rehearsals_draw_nothing_from_the_runs_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_collate", noisy)
+def test_rehearsals_draw_nothing_from_the_runs_generators() -> None:
     before = torch.get_rng_state()
-    train_loader().read_first(0, 0)
+    train_loader(task=replace(TASK, collate=noisy)).read_first(0, 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 

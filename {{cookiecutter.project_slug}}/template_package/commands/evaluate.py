@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .. import model as user_model
 from ..config import Config, differing_keys, to_dict
 from ..config_file import available_files
+from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
 from ..files import run_directory, write_json
@@ -30,17 +31,18 @@ def main(line: CommandLine) -> int:
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     """Evaluate the chosen checkpoint on this rank's share of the data. Rank 0 writes the combined result."""
-    context, directory = rank_context(rank, world_size), run_directory(config.name)
+    context, directory, task = rank_context(rank, world_size), run_directory(config.name), find_task()
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
-        state, strategy, datasets = restore(path, config, context, lambda: build_datasets(config, context))
+        build = partial(build_datasets, task, config, context)
+        state, strategy, datasets = restore(path, config, context, task, build)
         if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
             message = "%s was trained with other values: %s. It may have seen samples of this split."
             logger.warning(message, path, "; ".join(lines))
         splits, split = dict(zip(("train", "validation", "test"), datasets, strict=False)), config.evaluation.split
         if split not in splits:
             raise ConfigError(f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only.")
-        evaluator = Evaluator(splits[split], split, config, context)
+        evaluator = Evaluator(splits[split], split, config, context, task)
         with hang_watch(context, config.launch, directory):
             values = evaluator.run(strategy)
         report_path = evaluator.write_report(directory, path.stem, state["step"])
@@ -54,7 +56,9 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             logger.info(f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}")
 
 
-def restore(path: Path, config: Config, context: RankContext, build: Callable[[], Any]) -> tuple[Any, Strategy, Any]:
+def restore(
+    path: Path, config: Config, context: RankContext, task: Task, build: Callable[[], Any]
+) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
     is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
     state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
@@ -65,7 +69,7 @@ def restore(path: Path, config: Config, context: RankContext, build: Callable[[]
     check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
     seed_generators(config.seed)  # as in training: a model may keep drawn numbers that no checkpoint holds
     with context.local_rank_first("model"):
-        model = user_model.build_model(config.model)
+        model = task.build_model(config.model)
     if not is_checkpoint:
         load_weights(model, path)
         state["model"] = {key: tensor.clone() for key, tensor in model.state_dict().items()}

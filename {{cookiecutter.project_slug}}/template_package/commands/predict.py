@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import dataset as user_data
-from .. import model as user_model
 from ..config import Config
+from ..core.task import Function, find_task
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import gather_objects, rank_context
@@ -23,32 +22,31 @@ from ..training.stopping import beat, hang_watch
 from . import CommandLine
 from .evaluate import find_checkpoint, restore
 
-_data: Any = user_data
-_model: Any = user_model  # Any: the functions that this command calls there are optional
 logger = logging.getLogger(__name__)
 
 
 def main(line: CommandLine) -> int:
     if len(line.rest) != 1:
         raise ConfigError(f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'.")
-    for file, module, name in (("dataset.py", user_data, "read_inputs"), ("model.py", user_model, "predict")):
-        if not hasattr(module, name):
+    task = find_task()
+    for file, name in (("dataset.py", "read_inputs"), ("model.py", "predict")):
+        if getattr(task, name) is None:
             raise ConfigError(f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns.")
     return line.launch(partial(predict_fn, line.rest[0]))
 
 
 def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
     """Compute predictions for this rank's share of the inputs. Rank 0 writes all predictions, in the inputs' order."""
-    context, directory = rank_context(rank, world_size), run_directory(config.name)
+    context, directory, task = rank_context(rank, world_size), run_directory(config.name), find_task()
     checkpoint = find_checkpoint(config, directory)
     with rank_logs(directory, context):
-        read = partial(_data.read_inputs, source, config.data)
-        _, strategy, (dataset, names) = restore(checkpoint, config, context, read)
+        read = partial(task.read_inputs, source, config.data)
+        _, strategy, (dataset, names) = restore(checkpoint, config, context, task, read)
         with hang_watch(context, config.launch, directory):
-            loader = EvaluationLoader(dataset, config.loader, context, "prediction")
+            loader = EvaluationLoader(dataset, task, config.loader, context, "prediction")
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
             size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
-            parts = gather_objects(_predict_part(strategy, loader, size))
+            parts = gather_objects(_predict_part(task.predict, strategy, loader, size))
         strategy.close()
         if parts is not None:  # rank 0
             rows = {index: row for part in parts for index, row in part.items()}
@@ -62,14 +60,16 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
 
 
 @torch.no_grad()
-def _predict_part(strategy: Strategy, loader: EvaluationLoader, size: int) -> dict[int, dict[str, Any]]:
+def _predict_part(
+    predict: Function, strategy: Strategy, loader: EvaluationLoader, size: int
+) -> dict[int, dict[str, Any]]:
     """Compute predictions for this rank's share of the inputs, `size` at a time. Return {input's index: prediction}."""
     rows: dict[int, dict[str, Any]] = {}
     strategy.evaluation_model.eval()
     for batch, request in loader.read(size):
         beat()
         with strategy.autocast():
-            columns = _model.predict(strategy.evaluation_model, batch)
+            columns = predict(strategy.evaluation_model, batch)
         lists = [column.tolist() if hasattr(column, "tolist") else column for column in columns.values()]
         for index, *values in zip(request.indices, *lists, strict=True):
             if request.num_samples:

@@ -13,11 +13,10 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from inspect import signature
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -28,9 +27,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from .. import dataset as user_data
-from .. import model as user_model
 from ..config import LoaderConfig
+from ..core.task import Task, inner
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
@@ -38,10 +36,6 @@ from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_core
 PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generator
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
-_collate: Callable[[list[Any]], Any] = getattr(user_data, "collate", default_collate)
-_loss_weight: Callable[..., Any] | None = getattr(user_model, "loss_weight", None)
-_parameters = signature(_loss_weight).parameters.values() if _loss_weight else ()
-_takes_module = sum(parameter.default is parameter.empty for parameter in _parameters) > 1
 
 
 @dataclass(slots=True)
@@ -113,18 +107,6 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
 
 
-def inner(dataset: Any) -> list[Any]:
-    """Return the data sets that this one holds, such as the one in a Subset, and the ones that those hold in turn."""
-    found = [dataset]
-    for one in found:  # it grows
-        for name, value in getattr(one, "__dict__", {}).items():
-            is_named = name in ("dataset", "datasets")  # an inner one may be of any class
-            parts = value[:100] if isinstance(value, list) else [value]
-            parts = [part for part in parts if is_named or isinstance(part, Dataset)]
-            found += [part for part in parts if all(part is not other for other in found)]  # arrays cannot be compared
-    return found[1:]
-
-
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
     """Return the data set's attribute `name` as a float64 tensor, one number per sample, or None if it is not set.
 
@@ -172,15 +154,15 @@ class TrainLoader:
     cursor: Any = None  # what a stream's checkpoint must hold besides epoch and position
 
     def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, *, seed: int, global_batch_size: int,
-        micro_batch_size: int | str,
+        self, dataset: Dataset[Any], task: Task, config: LoaderConfig, context: RankContext, *, seed: int,
+        global_batch_size: int, micro_batch_size: int | str,
     ) -> None:  # fmt: skip
-        self._reader = BatchReader(dataset, config, context, seed, "training")
+        self._reader = BatchReader(dataset, task, config, context, seed, "training")
         self.num_samples, self.global_batch_size = self._reader.num_samples, global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
         share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest share of a rank
         self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
-        self._context, self._seed = context, seed
+        self._context, self._seed, self._task = context, seed, task
         self._sample_lengths = numbers_of(dataset, "sample_lengths")
         self._sample_weights = weights = numbers_of(dataset, "sample_weights")
         if weights is not None and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
@@ -200,12 +182,12 @@ class TrainLoader:
         The weight is world_size times the micro-batch's fraction of the global batch's samples (or of its total loss
         weight, if model.py defines loss_weight()). Averaged over ranks, the sum of weight * loss is the mean loss.
         """
-        if _loss_weight is None:
+        if self._task.loss_weight is None:
             for micro_batch in self._next_batches():
                 yield micro_batch, micro_batch.request.weight
             return
         held = list(self._next_batches())
-        weights = torch.stack([loss_weight_of(micro_batch, module, self._context) for micro_batch in held])
+        weights = torch.stack([loss_weight_of(micro_batch, self._task, module, self._context) for micro_batch in held])
         total = all_reduce(weights.sum())
         scale = torch.where(total == 0, 0.0, self._context.world_size / total)  # all weights of a batch may be 0
         yield from zip(held, weights * scale, strict=True)
@@ -272,8 +254,9 @@ class Fetcher(Dataset[MicroBatch]):
     _is_checked = False  # its batches are as they should be
     _own: list[Any] | None = None  # the data set's generators, once this process has looked for them
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+    def __init__(self, dataset: Dataset[Any], task: Task, seed: int) -> None:
         self._dataset: Any = dataset
+        self._task = task
         self._roots: list[Any] = [dataset]  # where to look for generators, besides dataset.py
         self._seed, self._epoch = seed, -1
         while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
@@ -286,8 +269,8 @@ class Fetcher(Dataset[MicroBatch]):
             self.set_epoch(request.epoch)
             micro_batch = MicroBatch(self._read(request), request)
             if not self._is_checked:  # a batch that collate() or __getitems__ makes may differ from the first
-                check_batch(micro_batch.batch, len(request.indices) or request.num_samples)
-                self._is_checked = _collate is default_collate and not self._has_whole_batches
+                check_batch(micro_batch.batch, len(request.indices) or request.num_samples, self._task)
+                self._is_checked = self._task.collate is default_collate and not self._has_whole_batches
             return micro_batch
         except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
             raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
@@ -309,12 +292,12 @@ class Fetcher(Dataset[MicroBatch]):
         dataset, rows = self._dataset, request.indices
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
-        if type(dataset) is TensorDataset and _collate is default_collate:
+        if type(dataset) is TensorDataset and self._task.collate is default_collate:
             index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
             return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
         with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
-            own = generators_of(*self._roots, vars(user_data)) if is_first else []
+            own = generators_of(*self._roots, self._task.data_globals) if is_first else []
             if len(own) > len(self._own or ()):  # some were made when first used
                 self._own = own
                 batch = self._read_seeded(request)
@@ -329,11 +312,11 @@ class Fetcher(Dataset[MicroBatch]):
         self._seed_for(request.epoch, -3 - request.draws[0])
         if self._has_whole_batches:
             items = self._dataset.__getitems__(request.indices)
-        return _collate(items) if isinstance(items, list) else items
+        return self._task.collate(items) if isinstance(items, list) else items
 
     def _seed_for(self, epoch: int, number: int) -> None:
         if self._own is None:
-            self._own = generators_of(*self._roots, vars(user_data))
+            self._own = generators_of(*self._roots, self._task.data_globals)
         seed_cpu(derive_seed(self._seed, epoch, number), self._own)
 
 
@@ -349,9 +332,11 @@ class Requests:
 class BatchReader:
     """Reads micro-batches and moves them to the rank's device. Its worker processes live as long as this object."""
 
-    def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, seed: int, name: str) -> None:
+    def __init__(
+        self, dataset: Any, task: Task, config: LoaderConfig, context: RankContext, seed: int, name: str
+    ) -> None:
         self.num_samples = check_dataset(dataset, name)
-        self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, seed)
+        self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, task, seed)
         self._requests, self.device = Requests(), context.device
         # A worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy.
         is_slow = context.device.type == "cuda" and not self.fetcher.is_quick
@@ -409,21 +394,21 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 @torch.no_grad()
-def loss_weight_of(micro_batch: MicroBatch, module: nn.Module, context: RankContext) -> Tensor:
+def loss_weight_of(micro_batch: MicroBatch, task: Task, module: nn.Module, context: RankContext) -> Tensor:
     """Return this micro-batch's loss weight as a 0-dim tensor. It is 0 if no sample counts toward the loss."""
     weight: Any = micro_batch.request.num_samples
-    if _loss_weight is not None and weight:
-        weight = _loss_weight(micro_batch.batch, module) if _takes_module else _loss_weight(micro_batch.batch)
+    if task.loss_weight is not None and weight:
+        weight = task.loss_weight(micro_batch.batch, module)
     return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(weight)  # a copy from the host would wait
 
 
-def check_batch(batch: Any, num_samples: int) -> None:
+def check_batch(batch: Any, num_samples: int, task: Task) -> None:
     """Raise ConfigError if a batch requires a gradient, or has left samples out that its weight in the loss counts."""
     entries = [*entries_of(batch)]
     if any(getattr(entry, "requires_grad", False) for entry in entries):
         raise ConfigError("samples require a gradient. Detach them in dataset.py; compute_loss may require one anew.")
     largest = max([len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples)
-    if largest < num_samples and _loss_weight is None:  # also (T, B), where loss_weight() can return B
+    if largest < num_samples and task.loss_weight is None:  # also (T, B), where loss_weight() can return B
         remedy = "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
         raise ConfigError(f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}.")
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import _utils
 
 from ..config import LoaderConfig
+from ..core.task import Task
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 from . import loader
@@ -33,11 +34,13 @@ class StreamLoader(TrainLoader):
 
     _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
 
-    def __init__(self, dataset: Any, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any) -> None:
+    def __init__(
+        self, dataset: Any, task: Task, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any
+    ) -> None:
         if (size := sizes["global_batch_size"]) % context.world_size:
             rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
             raise ConfigError(f"training.global_batch_size={size}: {rule}.")
-        super().__init__(PartFetcher(dataset, seed, context), config, context, seed=seed, **sizes)
+        super().__init__(PartFetcher(dataset, task, seed, context), task, config, context, seed=seed, **sizes)
         self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
@@ -107,7 +110,7 @@ class StreamLoader(TrainLoader):
 class PartFetcher(Fetcher):
     """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
-    def __init__(self, dataset: Any, seed: int, context: RankContext) -> None:
+    def __init__(self, dataset: Any, task: Task, seed: int, context: RankContext) -> None:
         library, layers = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)
         self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)
         self.max_workers = 8 if self._is_sharded else 1  # more would each read all of it
@@ -120,7 +123,7 @@ class PartFetcher(Fetcher):
             dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
         self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")  # not in the state
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
-        super().__init__(dataset, seed)
+        super().__init__(dataset, task, seed)
         if self._has_state or library == "datasets":  # its own generators may hold the order of its items
             self._roots.remove(dataset)
 
@@ -132,7 +135,7 @@ class PartFetcher(Fetcher):
             if request.cursor is not None:
                 self._cursor, self._items = request.cursor, self._read_part(request.cursor, request.epoch)
             items = [*islice(self._items, request.num_samples)]
-            batch = loader._collate(items) if items else None
+            batch = self._task.collate(items) if items else None
         if self._has_state and request.num_samples:
             self._cursor = self._cursor | {"state": deepcopy(self._dataset.state_dict())}
         request.num_samples, request.cursor = len(items), self._cursor

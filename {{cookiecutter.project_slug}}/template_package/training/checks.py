@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from .. import model as user_model
+from ..core.task import Task
 from ..data.loader import MicroBatch, TrainLoader, generators_restored
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
@@ -49,7 +49,7 @@ def check_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, *, is_trial: bool = False) -> None:
+def rehearse(strategy: Strategy, micro_batch: MicroBatch, task: Task, *, is_trial: bool = False) -> None:
     """Test a forward and backward pass, leaving the model unchanged. If is_trial, do not check the gradients.
 
     Raise ConfigError if compute_loss is wrong, such as when it does not call the model exactly once. Every run, even a
@@ -62,10 +62,10 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
     calls: list[None] = []
     shapes, buffers = saved_shapes(strategy.module), buffers_restored(strategy.module.modules())
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
-    with generators_restored(*context.devices), buffers, strategy.accumulate(is_last_micro_batch=not is_trial):
+    with generators_restored(*strategy.context.devices), buffers, strategy.accumulate(is_last_micro_batch=not is_trial):
         try:
             with strategy.autocast():
-                returned: Any = user_model.compute_loss(strategy.model, micro_batch.batch)
+                returned: Any = task.compute_loss(strategy.model, micro_batch.batch)
             if not isinstance(returned, tuple | list) or len(returned) != 2:
                 raise ConfigError("compute_loss in model.py must return two values: the loss, and the model's outputs.")
             loss, outputs = returned
@@ -79,7 +79,7 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, context: RankContext, 
                 found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
-            figures_of(loss, outputs, micro_batch.batch)
+            figures_of(task, loss, outputs, micro_batch.batch)
             del returned, outputs  # as train_step() does
             strategy.backward(loss, 0.0)
             if not is_trial:
@@ -103,10 +103,10 @@ def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
 
 
-def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext) -> None:
+def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
     """Raise ConfigError if the model fails on an epoch's last batch, which may leave unequal shares or one sample."""
-    num_left, num_ranks = loader.num_samples % loader.global_batch_size, context.world_size
-    largest, smallest = -(-num_left // num_ranks), num_left // num_ranks  # shares
+    context, num_left = strategy.context, loader.num_samples % loader.global_batch_size
+    largest, smallest = -(-num_left // context.world_size), num_left // context.world_size  # shares
     has_one = smallest < 2 * -(-largest // loader.micro_batch_size)  # in a micro-batch
     if num_left == 0 or loader.num_samples == sys.maxsize or (largest == smallest and not has_one):
         return
@@ -118,7 +118,7 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, context: RankContext)
     if not context.is_main:  # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
         logger.info("rehearsing an epoch's last batch. If this line is the last: %s", cause)
     try:
-        rehearse(strategy, micro_batch, context, is_trial=True)
+        rehearse(strategy, micro_batch, task, is_trial=True)
     except ValueError as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
         key = f"training.global_batch_size={loader.global_batch_size}"
         raise ConfigError(f"{key}: {cause} ({error}). Choose another size, or fewer devices.") from None
@@ -135,13 +135,13 @@ class MemoryLimit:
             logger.info("micro-batches of %d: memory ran out with more (remove %s to try again)", size, self._path)
             loader.micro_batch_size = size
 
-    def fit(self, strategy: Strategy, micro_batch_size: int | str, epoch: int) -> None:
+    def fit(self, strategy: Strategy, task: Task, micro_batch_size: int | str, epoch: int) -> None:
         """If micro_batch_size is `auto`, try to find a size that fits in memory. All ranks use the smallest result."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (strategy.has_collective_forward or strategy.config.sync_batchnorm)
         while may_try:
             try:  # an epoch's last batch may be shorter than its first
-                rehearse(strategy, self._loader.read_first(epoch, 0), self._context, is_trial=True)
+                rehearse(strategy, self._loader.read_first(epoch, 0), task, is_trial=True)
                 may_try = False
             except RuntimeError as error:
                 self._halve(error)

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import Dataset
 
-from .. import model as user_model
 from ..config import Config, LoaderConfig
+from ..core.task import Task, inner
 from ..data.loader import (
     BatchReader,
     MicroBatch,
     Request,
     derive_seed,
     generators_restored,
-    inner,
     loss_weight_of,
     move,
     numbers_of,
@@ -43,9 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext) -> None:
+    def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext, task: Task) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
-        self._loader = EvaluationLoader(dataset, config.loader, context, name, max_batches and max_batches * size)
+        limit = max_batches and max_batches * size
+        self._loader, self._task = EvaluationLoader(dataset, task, config.loader, context, name, limit), task
         self._config, self._model_config, self._context, self._split = config.evaluation, config.model, context, name
         names = [getattr(one, "label_names", None) for one in (dataset, *inner(dataset))]
         self._label_names: list[str] = next(filter(None, names), [])
@@ -58,7 +58,7 @@ class Evaluator:
     def _metrics(self) -> Any:
         from torchmetrics import Metric, MetricCollection  # here, since it takes seconds where scipy is installed
 
-        metrics = user_model.build_metrics(self._model_config).to(self._context.device)
+        metrics = self._task.build_metrics(self._model_config).to(self._context.device)
         modules: list[Any] = [*metrics.modules()]
         for module in (module for module in modules if isinstance(module, MetricCollection)):
             if module._enable_compute_groups is True:  # the groups that it forms depend on a rank's first batch
@@ -88,7 +88,7 @@ class Evaluator:
                 strategy.synchronize_buffers()
                 sums = self._add_up(strategy, may_go_on, num_parts)
             if log is not None:
-                call_on_evaluation_end(strategy, log)
+                call_on_evaluation_end(self._task, strategy, log)
             self._values = self._compute_over_ranks() if num_parts != 2 else {}
         for module, is_training in modes:  # from the outermost inwards: what the user keeps in eval mode stays there
             if module.training != is_training:
@@ -103,7 +103,7 @@ class Evaluator:
 
     def _add_up(self, strategy: Strategy, may_go_on: Callable[[], bool], num_parts: int) -> dict[str, Tensor]:
         """Update the metrics. Return this rank's sums of figure x weight by name, and under "" the sum of weights."""
-        metrics, evaluate_batch = self._metrics, getattr(user_model, "evaluate_batch", None)
+        task, metrics = self._task, self._metrics
         has_metrics = bool(len(metrics)) and num_parts != 2
         sums: dict[str, Tensor] = {}
         for micro_batch in self._loader.read(self.micro_batch_size, num_parts):
@@ -112,14 +112,14 @@ class Evaluator:
             if not may_go_on():
                 raise Interrupted
             with strategy.autocast():
-                loss, outputs = user_model.compute_loss(strategy.evaluation_model, batch)
-            figures = {"": torch.ones_like(loss), **figures_of(loss, outputs, batch)}  # "": to add up the weights
-            if has_metrics and evaluate_batch is not None:
+                loss, outputs = task.compute_loss(strategy.evaluation_model, batch)
+            figures = {"": torch.ones_like(loss), **figures_of(task, loss, outputs, batch)}  # "": adds up the weights
+            if has_metrics and task.evaluate_batch is not None:
                 with strategy.gathered(), strategy.autocast():  # on all ranks
-                    outputs = evaluate_batch(strategy.evaluation_model, batch)
+                    outputs = task.evaluate_batch(strategy.evaluation_model, batch)
             if has_metrics and request.num_samples:
-                user_model.update_metrics(metrics, outputs, batch)
-            weight = loss_weight_of(micro_batch, strategy.module, self._context)
+                task.update_metrics(metrics, outputs, batch)
+            weight = loss_weight_of(micro_batch, task, strategy.module, self._context)
             for name, value in figures.items():
                 # If nothing counts, the mean may be 0/0. There is no gradient here, so 0 can take its place.
                 sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
@@ -179,9 +179,10 @@ class EvaluationLoader:
     """Gives each evaluated sample to exactly one rank. All ranks read the same number of micro-batches."""
 
     def __init__(
-        self, dataset: Dataset[Any], config: LoaderConfig, context: RankContext, name: str, limit: int | None = None
-    ) -> None:
-        self._reader = BatchReader(dataset, config, context, 0, name)
+        self, dataset: Dataset[Any], task: Task, config: LoaderConfig, context: RankContext, name: str,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self._reader = BatchReader(dataset, task, config, context, 0, name)
         num_all = self._reader.num_samples
         self.num_samples = min(num_all, limit or num_all)
         # With a limit, take samples at even distances: the first ones may be of one class.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .. import model as user_model
 from ..config import OptimizerConfig
+from ..core.task import Task
 from ..errors import ConfigError
 from ..strategies.base import Strategy
 from ..strategies.common import gather_whole, receive
@@ -20,9 +20,9 @@ from ..strategies.common import gather_whole, receive
 logger = logging.getLogger(__name__)
 
 
-def choose_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+def choose_optimizer(task: Task, model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Build the optimizer with model.py's build_optimizer() or, if it has none, with the one in this file."""
-    built: Any = getattr(user_model, "build_optimizer", build_optimizer)(model, config)
+    built: Any = (task.build_optimizer or build_optimizer)(model, config)
     optimizer = Optimizers(built) if isinstance(built, list | tuple) else built
     for one in built if isinstance(built, list | tuple) else [built]:
         try:

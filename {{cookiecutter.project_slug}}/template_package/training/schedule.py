@@ -1,21 +1,24 @@
 """Computes the learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from .. import model as user_model
 from ..config import ScheduleConfig
 
 
-def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0) -> float:
+def learning_rate(
+    config: ScheduleConfig, peak: float, step: int, total_steps: int, num_drops: int = 0,
+    factor: Callable[[int, int], float] | None = None,
+) -> float:  # fmt: skip
     """Return the learning rate of optimizer step `step`, counted from 1.
 
-    If model.py defines learning_rate(step, total_steps), return its value times `peak`, and ignore `config`.
+    If there is a `factor`, learning_rate(step, total_steps) of model.py, return its value times `peak`.
     Otherwise, linear warm-up reaches `peak` at step `warmup_steps`, and linear or cosine decay reaches
     `min_learning_rate` one step after the last step. one_cycle follows torch's OneCycleLR instead.
     """
-    if (factor := getattr(user_model, "learning_rate", None)) is not None:
+    if factor is not None:
         return peak * float(factor(step, total_steps))
     warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * total_steps)
     if config.name == "one_cycle":  # torch's OneCycleLR (arXiv:1708.07120): from a 25th of `peak` to nearly 0

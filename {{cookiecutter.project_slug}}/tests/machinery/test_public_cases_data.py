@@ -7,6 +7,7 @@ import random
 import types
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, random_split
 
 from template_package.config import LoaderConfig
+from template_package.core.task import find_task, inner
 from template_package.data import loader as loader_module
 from template_package.data.loader import (
     TrainLoader,
     epoch_order,
     generators_of,
     get_random_states,
-    inner,
     numbers_of,
     seed_generators,
     set_random_states,
@@ -37,12 +38,7 @@ from test_resuming import assert_equal
 
 DOUBLE = ("model.dtype=float64", "data.dtype=float64", "schedule.name=constant", "training.epochs=2")
 NUM_SAMPLES = 24
-
-
-@pytest.fixture(autouse=True)
-def _no_functions_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_collate", default_collate)
-    monkeypatch.setattr(loader_module, "_loss_weight", None)
+TASK = replace(find_task(), collate=default_collate, loss_weight=None)
 
 
 class Slots:
@@ -106,7 +102,7 @@ class Augmented(Dataset[Any]):
 
 def train_loader(dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8) -> TrainLoader:
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": 3}
-    return TrainLoader(dataset, LoaderConfig(num_workers=workers), RankContext(rank, world_size), **options)
+    return TrainLoader(dataset, TASK, LoaderConfig(num_workers=workers), RankContext(rank, world_size), **options)
 
 
 def rows(dataset: Any, world_size: int = 1, workers: int = 0, position: int = 0) -> list[list[float]]:
@@ -366,9 +362,9 @@ def test_collate_that_leaves_samples_out_is_refused_or_counts_those_left(project
     assert [line["loss"] for line in project.lines("two")] == pytest.approx(expected, rel=1e-10)
 
 
-def test_batches_that_hold_as_much_as_was_asked_for_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_hold_as_much_as_was_asked_for_are_taken() -> None:
     """Row 09: two views of each sample, pictures of different sizes in a list, padded and packed batches."""
-    check = loader_module.check_batch
+    check = partial(loader_module.check_batch, task=TASK)
     check({"views": torch.ones(6, 2)}, 3)
     check(([torch.ones(2), torch.ones(4), torch.ones(3)], torch.ones(())), 3)
     check(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), 2)
@@ -376,8 +372,7 @@ def test_batches_that_hold_as_much_as_was_asked_for_are_taken(monkeypatch: pytes
     for left_out in (torch.ones(2, 3), {"x": (torch.ones(2), torch.ones(2))}, (["a", "b"], numpy.ones(2))):
         with pytest.raises(ConfigError, match="a batch of 2 entries from 3 samples"):
             check(left_out, 3)
-    monkeypatch.setattr(loader_module, "_loss_weight", lambda batch: 7)
-    check(torch.ones(1, 20), 3)
+    check(torch.ones(1, 20), 3, task=replace(TASK, loss_weight=lambda batch, module: 7))
 
 
 DRAWING = """
@@ -455,8 +450,10 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
 
 
 def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
-    fetcher = loader_module.Fetcher(TensorDataset(torch.zeros(3)), 0)
-    assert len(pickle.loads(pickle.dumps(fetcher))._dataset) == 3
+    task = replace(TASK, collate=lambda items: items)  # no lambda can be sent: the worker finds it in dataset.py
+    fetcher = loader_module.Fetcher(TensorDataset(torch.zeros(3)), task, 0)
+    received = pickle.loads(pickle.dumps(fetcher))
+    assert len(received._dataset) == 3 and received._task.collate is find_task().collate
 
 
 def test_data_set_that_holds_arrays_under_the_name_dataset_is_read() -> None:

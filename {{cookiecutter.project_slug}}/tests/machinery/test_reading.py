@@ -12,9 +12,12 @@ import torch
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
+from template_package.core.task import find_task
 from template_package.data.loader import BatchReader, move
 from template_package.launching.distributed import RankContext
 from template_package.training.evaluation import EvaluationLoader
+
+TASK = find_task()
 
 
 class Encoding(UserDict[str, Any]):
@@ -72,7 +75,7 @@ class WholeBatches(ProcessIds):
 def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> None:
     table = type("Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"})()  # Hugging Face's: it decodes
     context = RankContext(devices=(torch.device("cuda"),))
-    workers = [BatchReader(each, LoaderConfig(), context, 0, "x").num_workers for each in (WholeBatches(), table)]
+    workers = [BatchReader(each, TASK, LoaderConfig(), context, 0, "x").num_workers for each in (WholeBatches(), table)]
     assert workers[0] == 0 < workers[1]
 
 
@@ -81,14 +84,14 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
-        next(EvaluationLoader(dataset, LoaderConfig(), RankContext(rank, 2), "validation").read(2, num_parts=1)).request
+        next(EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read(2, num_parts=1)).request
         for rank in range(2)
     ]
     assert [request.indices for request in first] == [[2, 5], [6, 3]]
 
 
 def test_workers_stay_from_one_evaluation_to_the_next() -> None:
-    loader = EvaluationLoader(ProcessIds(), LoaderConfig(num_workers=1), RankContext(), "validation")
+    loader = EvaluationLoader(ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation")
     seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
     next(loader.read(2))  # broken off, with batches that a worker has read ahead

@@ -14,17 +14,18 @@ PACKAGE = ROOT / "template_package"
 MAX_MODULES_OF_TRAINER = 16
 
 MAY_IMPORT = {
-    "run": "commands trainer tracking launching config files errors",
-    "commands": "trainer training strategies tracking data launching config config_file files model dataset errors",
-    "trainer": "training strategies tracking data launching.distributed config files model errors",
-    "training": "strategies tracking data launching.distributed launching.processes config files model dataset errors",
+    "run": "commands trainer tracking launching core config files errors",
+    "commands": "trainer training strategies tracking data launching core config config_file files errors",
+    "trainer": "training strategies tracking data launching.distributed core config files errors",
+    "training": "strategies tracking data launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed config options_deepspeed errors",
     "tracking": "launching.distributed config files errors",
-    "data": "launching.distributed launching.processes config model dataset errors",
+    "data": "launching.distributed launching.processes core config errors",
     "launching": "config files errors",
     "files": "errors",
-    "config": "config_file model dataset errors",
+    "config": "config_file core model dataset errors",
     "config_file": "errors",
+    "core": "model dataset errors",
     "model": "dataset errors",
     "dataset": "model errors",
     "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files
@@ -138,6 +139,21 @@ def test_imports_run_one_way() -> None:
             assert found <= {"model", "dataset", "errors", *helpers}, path
 
 
+def test_only_one_file_imports_the_users_functions() -> None:
+    """config.py imports the two config classes. model.py and dataset.py may import each other."""
+    importers: dict[str, set[str]] = {}
+    for path in package_files():
+        names = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and imports_of(ast.unparse(node), path) & {"model", "dataset"}
+            for alias in node.names
+        }
+        if names and name_of(path) not in ("model", "dataset"):
+            importers[name_of(path)] = names
+    assert importers == {"core.task": {"model", "dataset"}, "config": {"ModelConfig", "DataConfig"}}
+
+
 def test_trainer_imports_few_modules() -> None:
     modules = imports_of((PACKAGE / "trainer.py").read_text(encoding="utf-8"), PACKAGE / "trainer.py")
     assert 10 < len(modules) <= MAX_MODULES_OF_TRAINER, sorted(modules)
@@ -167,6 +183,8 @@ def test_trainer_knows_no_strategy() -> None:
         ("model.py", "from .training import stopping"),
         ("dataset.py", "import template_package.config"),
         ("errors.py", "from .config import Config"),
+        ("core/task.py", "from ..config import Config"),
+        ("training/hooks.py", "from .. import model"),
         ("options_benchmark.py", "from .config import Config"),
     ],
 )

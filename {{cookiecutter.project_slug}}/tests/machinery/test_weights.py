@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
+from template_package.core.task import find_task
 from template_package.data.loader import TrainLoader, epoch_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
@@ -20,6 +22,7 @@ from conftest import Project
 from test_resuming import assert_equal
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE = 2000, 16
+TASK = replace(find_task(), collate=default_collate, loss_weight=None)
 DOUBLE = ("model.dtype=float64", "data.dtype=float64", "schedule.name=constant")
 
 
@@ -36,19 +39,13 @@ class Weighted(Dataset[Any]):
         return index, torch.rand(())
 
 
-@pytest.fixture(autouse=True)
-def _default_collate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("template_package.data.loader._collate", torch.utils.data.default_collate)
-    monkeypatch.setattr("template_package.data.loader._loss_weight", None)
-
-
 def seen(dataset: Weighted, world_size: int, epoch: int, position: int = 0) -> list[list[tuple[int, float]]]:
     """Return (index, random number) of all ranks' samples for each step from `position` to the end of the epoch."""
     steps: list[list[tuple[int, float]]] = [[] for _ in range(-(-(NUM_SAMPLES - position) // GLOBAL_BATCH_SIZE))]
     for rank in range(world_size):
         context = RankContext(rank=rank, world_size=world_size)
         options: Any = {"seed": 3, "global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
-        loader = TrainLoader(dataset, LoaderConfig(), context, **options)
+        loader = TrainLoader(dataset, TASK, LoaderConfig(), context, **options)
         loader.start(epoch, position)
         for step in steps:
             for (batch, request), _ in loader.next_step(nn.Identity()):

@@ -1,0 +1,122 @@
+"""Finds the functions in model.py and dataset.py. The rest of the package is handed them, as a Task.
+
+Only this file imports the two files for their functions. config.py imports their config classes.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from .. import dataset as user_data
+from .. import model as user_model
+from ..errors import ConfigError
+
+Function = Callable[..., Any]
+IN_DATASET = ("build_datasets", "collate", "read_inputs")  # the other functions are in model.py
+ATTRIBUTES = ("sample_lengths", "sample_weights", "label_names")  # of a data set
+OTHER_WORDS = {  # other libraries' names
+    "build_optimizer": "configure_optimizers get_optimizer create_optimizer make_optimizer",
+    "training_metrics": "train_metrics",
+    "learning_rate": "lr_lambda lr_schedule get_lr",
+    "on_epoch_begin": "on_epoch_start on_train_epoch_start on_train_epoch_begin",
+    "on_evaluation_end": "on_evaluate on_eval_end on_validation_end on_validation_epoch_end",
+    "after_step": "on_step_end on_train_batch_end",
+    "collate": "collate_fn collate_batch",
+}
+RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Holds the user's functions for one run. An optional one that is not written is None, or does the usual."""
+
+    build_model: Function
+    compute_loss: Function
+    build_metrics: Function
+    update_metrics: Function
+    build_datasets: Function
+    complete_config: Function = lambda *_: None
+    collate: Function = default_collate
+    on_epoch_begin: Function = lambda *_: None
+    training_metrics: Function = lambda *_: {}
+    loss_weight: Function | None = None
+    build_optimizer: Function | None = None
+    learning_rate: Function | None = None
+    evaluate_batch: Function | None = None
+    after_step: Function | None = None
+    on_evaluation_end: Function | None = None
+    predict: Any = None  # Any: `run.py predict` looks for these two before it starts the ranks
+    read_inputs: Any = None
+
+    @property
+    def data_globals(self) -> dict[str, Any]:
+        """The names in dataset.py. Random generators may be among their values."""
+        return vars(user_data)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker that is spawned finds them anew: a lambda cannot be sent
+        return find_task, ()
+
+
+def find_task() -> Task:
+    """Return the functions of model.py and dataset.py. Raise ConfigError if a required one is missing.
+
+    loss_weight() always takes (batch, module), and training_metrics() checks what it returns.
+    """
+    found: dict[str, Any] = {}
+    for item in fields(Task):
+        file, module = ("dataset.py", user_data) if item.name in IN_DATASET else ("model.py", user_model)
+        found[item.name] = getattr(module, item.name, item.default)
+        if found[item.name] is MISSING:
+            raise ConfigError(f"{file} has no {item.name}(). Write it; README.md says what it takes and returns.")
+    loss_weight = found["loss_weight"]
+    if loss_weight is not None:
+        parameters = signature(loss_weight).parameters.values()
+        if sum(parameter.default is parameter.empty for parameter in parameters) < 2:
+            found["loss_weight"] = lambda batch, _module: loss_weight(batch)
+    return Task(**found | {"training_metrics": _checked(found["training_metrics"])})
+
+
+def _checked(training_metrics: Function) -> Function:
+    first_names = set[str]()
+
+    def checked(outputs: Any, batch: Any) -> Any:
+        means = training_metrics(outputs, batch)
+        is_right = isinstance(means, Mapping) and all(isinstance(v, Tensor) and v.dim() == 0 for v in means.values())
+        if not is_right or RESERVED & means.keys() or (first_names and means.keys() != first_names):
+            rule = f"a dict of 0-dim tensors with the same names each time, none of them {', '.join(sorted(RESERVED))}"
+            raise ConfigError(f"training_metrics() in model.py: it must return {rule}.")
+        first_names.update(means)
+        return means
+
+    return checked
+
+
+def inner(dataset: Any) -> list[Any]:
+    """Return the data sets that this one holds, such as the one in a Subset, and the ones that those hold in turn."""
+    found = [dataset]
+    for one in found:  # it grows
+        for name, value in getattr(one, "__dict__", {}).items():
+            is_named = name in ("dataset", "datasets")  # an inner one may be of any class
+            parts = value[:100] if isinstance(value, list) else [value]
+            parts = [part for part in parts if is_named or isinstance(part, Dataset)]
+            found += [part for part in parts if all(part is not other for other in found)]  # arrays cannot be compared
+    return found[1:]
+
+
+def tell_of_names(*datasets: Any) -> None:
+    """Warn of names in model.py, dataset.py and these data sets that look like misspelt names of ours."""
+    places = (user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset))))
+    names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
+    known = [*(item.name for item in fields(Task)), *ATTRIBUTES]
+    ours = {other: name for name, others in OTHER_WORDS.items() for other in others.split()}
+    for name in names:
+        close = get_close_matches(ours.get(name, name), known, n=1, cutoff=0.8)
+        if close and close[0] not in names:
+            logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])
