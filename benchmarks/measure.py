@@ -194,7 +194,7 @@ class Bench:
             number = -(-case.num_steps * case.batch_size * case.num_ranks // case.num_samples)
             num_epochs[case.num_samples] = max(number, num_epochs.get(case.num_samples, 0))
         program = (
-            "import pathlib, torch; from template_package.data.loader import epoch_order\n"
+            "import pathlib, torch; from template_package.core.data import epoch_order\n"
             f"for size, epochs in {num_epochs}.items():\n"
             f"    order = torch.cat([epoch_order(size, {SEED}, epoch) for epoch in range(epochs)])\n"
             "    pathlib.Path(f'../orders_{size}').write_bytes(order.numpy().tobytes())"

@@ -1,6 +1,6 @@
 """The training loop, with the methods fit, train_step, evaluate, save and resume. You may edit this file.
 
-data/loader.py decides which samples each rank sees. strategies/ has a module for each way to share gradients.
+core/data.py decides which samples each rank sees. strategies/ has a module for each way to share gradients.
 training/ has the trainer's helpers, for example for checkpoints, evaluation, and stopping all ranks together.
 """
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from template_package.config import LoaderConfig
+from template_package.core.data import EvaluationLoader, MicroBatch, TrainLoader, epoch_order, is_stream
 from template_package.core.task import find_task
-from template_package.data.loader import MicroBatch, TrainLoader, epoch_order, is_stream
+from template_package.data.orders import find_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
-from template_package.training.evaluation import EvaluationLoader
 
 TASK = replace(find_task(), collate=default_collate, loss_weight=None)  # yours may not suit the test data
 
@@ -49,8 +49,10 @@ def train_loader(
     task: Any = TASK,
 ) -> TrainLoader:  # fmt: skip
     context = RankContext(rank=rank, world_size=world_size)
-    options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": micro}
-    return TrainLoader(dataset or Squares(), task, LoaderConfig(num_workers=workers), context, **options)
+    dataset = dataset or Squares()
+    order = find_order(dataset, 5, size)
+    options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": micro, "order": order}
+    return TrainLoader(dataset, task, LoaderConfig(num_workers=workers), context, **options)
 
 
 def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:

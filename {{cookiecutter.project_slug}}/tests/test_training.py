@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workload import dataset as workload_data
 from workload import model as workload_model
 
-from template_package.data.loader import epoch_order
+from template_package.core.data import epoch_order
 
 from conftest import Project
 

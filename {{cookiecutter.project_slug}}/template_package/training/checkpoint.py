@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..config import Config, all_keys, as_today, differing_keys, to_dict
-from ..data.loader import derive_seed, get_random_states, seed_generators, set_random_states
+from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..errors import ConfigError, one_line
 from ..files import write_whole
 from ..launching.distributed import from_main, gather_objects, pack, unpack

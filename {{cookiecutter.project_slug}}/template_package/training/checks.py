@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from ..core.data import MicroBatch, TrainLoader
+from ..core.random_states import generators_restored
 from ..core.task import Task
-from ..data.loader import MicroBatch, TrainLoader, generators_restored
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.random_states import generators_restored
 from ..core.task import Task
-from ..data.loader import generators_restored
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from template_package.data.loader import get_random_states, seed_generators, set_random_states
+from template_package.core.random_states import get_random_states, seed_generators, set_random_states
 from template_package.errors import ConfigError
 from template_package.files import write_whole
 from template_package.training.checkpoint import (

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
+from template_package.core.data import TrainLoader, epoch_order
 from template_package.core.task import find_task
-from template_package.data.loader import LONG, TrainLoader, epoch_order, long_order
+from template_package.data.orders import LONG, find_order, long_order
 from template_package.launching.distributed import RankContext
 
 
@@ -32,7 +33,9 @@ class Indices(Dataset[int]):
 
 def first_step(num_samples: int, size: int, epoch: int = 0, position: int = 0) -> list[int]:
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": size}
-    loader = TrainLoader(Indices(num_samples), find_task(), LoaderConfig(), RankContext(), **options)
+    dataset = Indices(num_samples)
+    order = find_order(dataset, 5, size)
+    loader = TrainLoader(dataset, find_task(), LoaderConfig(), RankContext(), order=order, **options)
     loader.start(epoch, position)
     return [index for micro_batch, _ in loader.next_step(nn.Identity()) for index in micro_batch.request.indices]
 

@@ -19,17 +19,15 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, random_split
 
 from template_package.config import LoaderConfig
-from template_package.core.task import find_task, inner
-from template_package.data import loader as loader_module
-from template_package.data.loader import (
-    TrainLoader,
-    epoch_order,
+from template_package.core.data import Fetcher, TrainLoader, check_batch, epoch_order, numbers_of
+from template_package.core.random_states import (
     generators_of,
     get_random_states,
-    numbers_of,
     seed_generators,
     set_random_states,
 )
+from template_package.core.task import find_task, inner
+from template_package.data.orders import find_order, weighted_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
@@ -102,7 +100,8 @@ class Augmented(Dataset[Any]):
 
 def train_loader(dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8) -> TrainLoader:
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": 3}
-    return TrainLoader(dataset, TASK, LoaderConfig(num_workers=workers), RankContext(rank, world_size), **options)
+    order, context = find_order(dataset, 5, size), RankContext(rank, world_size)
+    return TrainLoader(dataset, TASK, LoaderConfig(num_workers=workers), context, order=order, **options)
 
 
 def rows(dataset: Any, world_size: int = 1, workers: int = 0, position: int = 0) -> list[list[float]]:
@@ -324,7 +323,7 @@ def test_more_than_two_to_the_24_samples_are_drawn_in_proportion_to_their_weight
     number = 2**24 + 8
     weights = torch.zeros(number, dtype=torch.float64)
     weights[-6:] = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, 0.0])
-    drawn = epoch_order(number, 5, 0, weights) % number
+    drawn = weighted_order(weights, 5, 0) % number
     places, counts = torch.unique(drawn, return_counts=True)
     assert places.tolist() == [number - 5, number - 3, number - 2]
     assert (counts / number).tolist() == pytest.approx([0.25, 0.5, 0.25], abs=1e-3)  # eight standard deviations
@@ -364,7 +363,7 @@ def test_collate_that_leaves_samples_out_is_refused_or_counts_those_left(project
 
 def test_batches_that_hold_as_much_as_was_asked_for_are_taken() -> None:
     """Row 09: two views of each sample, pictures of different sizes in a list, padded and packed batches."""
-    check = partial(loader_module.check_batch, task=TASK)
+    check = partial(check_batch, task=TASK)
     check({"views": torch.ones(6, 2)}, 3)
     check(([torch.ones(2), torch.ones(4), torch.ones(3)], torch.ones(())), 3)
     check(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), 2)
@@ -451,7 +450,7 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
 
 def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
     task = replace(TASK, collate=lambda items: items)  # no lambda can be sent: the worker finds it in dataset.py
-    fetcher = loader_module.Fetcher(TensorDataset(torch.zeros(3)), task, 0)
+    fetcher = Fetcher(TensorDataset(torch.zeros(3)), task, 0)
     received = pickle.loads(pickle.dumps(fetcher))
     assert len(received._dataset) == 3 and received._task.collate is find_task().collate
 

@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from template_package.config import LoaderConfig
+from template_package.core.data import BatchReader, EvaluationLoader, move
 from template_package.core.task import find_task
-from template_package.data.loader import BatchReader, move
 from template_package.launching.distributed import RankContext
-from template_package.training.evaluation import EvaluationLoader
 
 TASK = find_task()
 
@@ -84,7 +83,7 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
-        next(EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read(2, num_parts=1)).request
+        next(EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read_first(2, 1)).request
         for rank in range(2)
     ]
     assert [request.indices for request in first] == [[2, 5], [6, 3]]

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from template_package.core.data import Fetcher, Request
 from template_package.core.task import find_task
-from template_package.data.loader import Fetcher, Request
 
 from conftest import PACKAGE, ROOT, Project, clean_environment
 

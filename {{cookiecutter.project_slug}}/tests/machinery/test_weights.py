@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
+from template_package.core.data import TrainLoader
 from template_package.core.task import find_task
-from template_package.data.loader import TrainLoader, epoch_order
+from template_package.data.orders import find_order, weighted_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.data_parallel import DataParallelStrategy
@@ -45,7 +46,8 @@ def seen(dataset: Weighted, world_size: int, epoch: int, position: int = 0) -> l
     for rank in range(world_size):
         context = RankContext(rank=rank, world_size=world_size)
         options: Any = {"seed": 3, "global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
-        loader = TrainLoader(dataset, TASK, LoaderConfig(), context, **options)
+        order = find_order(dataset, 3, GLOBAL_BATCH_SIZE)
+        loader = TrainLoader(dataset, TASK, LoaderConfig(), context, order=order, **options)
         loader.start(epoch, position)
         for step in steps:
             for (batch, request), _ in loader.next_step(nn.Identity()):
@@ -75,7 +77,7 @@ def test_samples_are_drawn_in_proportion_to_their_weights_alike_on_any_number_of
 
 def test_an_epoch_of_one_sample_is_that_sample_each_time() -> None:
     weights = torch.tensor([0.0, 0.0, 1.0, 0.0], dtype=torch.float64)
-    assert epoch_order(4, 3, 0, weights).tolist() == [2, 6, 10, 14]
+    assert weighted_order(weights, 3, 0).tolist() == [2, 6, 10, 14]
 
 
 @pytest.mark.parametrize("weights", [[1.0] * 5, torch.ones(NUM_SAMPLES, 1)])

@@ -1,24 +1,26 @@
-"""Decides which samples each rank trains on, and reads them, in the rank's own process or in worker processes.
+"""Decides which samples each rank takes in each step, and reads them, in the rank's own process or in workers.
 
-Each epoch is shuffled and split into global batches, then into a share per rank, then into micro-batches. Global
-batches do not depend on the number of ranks, so a run can resume at any point on any number of them.
+Any global batch size is exact on any number of ranks:
+
+- An epoch's order is a function of (seed, epoch). It is cut into global batches, of which the last may be short, so a
+  position in the order says where a run is, whatever its ranks.
+- cut_share() cuts a global batch of B samples into one share per rank, and each share into micro-batches.
+- A micro-batch of n samples has the mean loss of its n samples. Its loss is multiplied by n * world_size / B. DDP
+  averages gradients over ranks, that is, divides their sum by world_size, so what is left is the sum of n / B times
+  each mean: the mean over all B samples.
+- Ranks with fewer samples run as many micro-batches as the others, with weight 0 where they have no sample, since
+  forward and backward passes may hold collectives.
 """
 
-import gc
-import hashlib
-import math
 import os
-import random
 import signal
-import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from itertools import chain, islice
-from types import FunctionType, ModuleType
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy
@@ -28,14 +30,17 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from ..config import LoaderConfig
-from ..core.task import Task, inner
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
+from .random_states import derive_seed, generators_of, generators_restored, seed_cpu, seed_generators
+from .task import Task, inner
 
-PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generator
-WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
-LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
+Order = Callable[[int], Any]
+"""Returns the draws of an epoch: a tensor, or an object that can be sliced as one.
+
+A draw modulo num_samples is a sample's index. Samples are seeded from draws, so repeats are augmented differently.
+"""
 
 
 @dataclass(slots=True)
@@ -44,7 +49,7 @@ class Request:
 
     epoch: int
     indices: list[int]
-    draws: list[int]  # what each sample's random seed derives from, as epoch_order() returns it
+    draws: list[int]  # what each sample's random seed derives from: an entry of the epoch's order
     num_samples: int  # how many of them count: all, or 0 for a filler, which a rank runs to stay together with others
     # A stream has no indices. There, num_samples says how many items to read and, once read, how many there were.
     weight: float = 0.0  # in training: num_samples * world_size / samples of the global batch
@@ -59,52 +64,24 @@ class MicroBatch(NamedTuple):
     request: Request
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, weights: Tensor | None = None) -> Tensor:
-    """Return the order of the samples in one epoch: an int64 tensor (num_samples,), the same on every rank.
-
-    Without `weights`, it holds each index once, shuffled. With `weights`, indices are drawn with replacement, in
-    proportion to their weights, and i * num_samples is added to entry i. A sample's augmentation is seeded from its
-    entry, `seed` and `epoch`, so repeats are augmented differently. entry % num_samples gives back the index.
-    """
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """Return each index once, shuffled: an int64 tensor (num_samples,), the same on every rank."""
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -1))
-    if weights is None:
-        return torch.randperm(num_samples, generator=generator)
-    bounds = weights.cumsum(0)  # torch.multinomial() stops at 2**24 samples
-    points = torch.rand(num_samples, generator=generator, dtype=torch.float64) * bounds[-1]
-    return torch.searchsorted(bounds, points, right=True) + num_samples * torch.arange(num_samples)
+    return torch.randperm(num_samples, generator=generator)
 
 
-def long_order(positions: Tensor, num_samples: int, seed: int) -> Tensor:
-    """Return the entries of a shuffled range(num_samples) at these positions, without computing any other entry.
+def cut_share(batch: list[int], rank: int, world_size: int, micro_batch_size: int) -> list[list[int]]:
+    """Return this rank's micro-batches of a batch. All ranks get equally many, and some of them may be empty.
 
-    `positions` and the result are int64 tensors of shape (n,). A Feistel network of six rounds permutes the numbers
-    below a power of 4. A result of num_samples or more is permuted again until it is smaller (cycle walking).
+    Shares differ by at most one sample. None is larger than rank 0's, whose micro-batches are thus never empty, and
+    whose BatchNorm statistics are the ones that are saved.
     """
-    half = max(1, ((num_samples - 1).bit_length() + 1) // 2)  # bits
-    left, right = positions >> half, positions & (1 << half) - 1
-    for number in range(6):
-        mixed = (right ^ derive_seed(seed, number, 0)) * 0x2545F4914F6CDD1D  # wraps around
-        mixed = (mixed ^ mixed >> 32) * 0x369DEA0F31A53F85
-        left, right = right, left ^ (mixed >> 32 & (1 << half) - 1)
-    found = left << half | right
-    if len(beyond := (found >= num_samples).nonzero().flatten()):
-        found[beyond] = long_order(found[beyond], num_samples, seed)
-    return found
-
-
-def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch: int) -> Tensor:
-    """Reorder an epoch's indices so that samples of similar lengths share a global batch, which saves padding.
-
-    In each group of WINDOW global batches (`size` samples each), samples are sorted by length and batched again. Then
-    all the epoch's batches are shuffled. If the last batch has fewer samples, it stays at the end, unsorted.
-    """
-    whole, last = order.tensor_split([len(order) // size * size])
-    windows = torch.split(whole, WINDOW * min(size, len(order)))
-    # With sample_weights, each index is larger by a multiple of num_samples: see epoch_order().
-    batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
-    generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
-    shuffled = torch.randperm(len(whole) // size, generator=generator)
-    return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])
+    size = len(batch)
+    share = batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
+    largest_share = -(-size // world_size)
+    num_pieces = -(-largest_share // micro_batch_size)
+    bounds = [number * len(share) // num_pieces for number in range(num_pieces + 1)]
+    return [share[start:stop] for start, stop in pairwise(bounds)]
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
@@ -155,32 +132,27 @@ class TrainLoader:
 
     def __init__(
         self, dataset: Dataset[Any], task: Task, config: LoaderConfig, context: RankContext, *, seed: int,
-        global_batch_size: int, micro_batch_size: int | str,
+        global_batch_size: int, micro_batch_size: int | str, order: Order | None = None,
     ) -> None:  # fmt: skip
         self._reader = BatchReader(dataset, task, config, context, seed, "training")
         self.num_samples, self.global_batch_size = self._reader.num_samples, global_batch_size
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
-        share = -(-min(global_batch_size, self.num_samples) // context.world_size)  # the largest share of a rank
-        self.micro_batch_size = share if micro_batch_size == "auto" else min(int(micro_batch_size), share)
-        self._context, self._seed, self._task = context, seed, task
-        self._sample_lengths = numbers_of(dataset, "sample_lengths")
-        self._sample_weights = weights = numbers_of(dataset, "sample_weights")
-        if weights is not None and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
-            raise ConfigError("sample_weights of the training set: must be finite, from 0, and not all 0.")
+        largest_share = -(-min(global_batch_size, self.num_samples) // context.world_size)
+        self.micro_batch_size = largest_share
+        if micro_batch_size != "auto":
+            self.micro_batch_size = min(int(micro_batch_size), largest_share)
+        self._context, self._task = context, task
+        self._order = order or partial(epoch_order, self.num_samples, seed)
         self.seconds_waited = 0.0  # in reading, or for the workers that read
 
     def start(self, epoch: int, position: int) -> None:
         """Make the next step begin at sample number `position` of epoch number `epoch`. Both numbers count from 0."""
-        batches = self._global_batches(epoch, position)
-        # For 32 steps at once: made one by one, with CPU caches that a step has left cold, they take far longer.
-        blocks = iter(lambda: [request for batch in islice(batches, 32) for request in self._share(*batch)], [])
-        self._batches = self._reader.read(chain.from_iterable(blocks))
+        self._batches = self._reader.read(self._requests(epoch, position))
 
     def next_step(self, module: nn.Module) -> Iterator[tuple[MicroBatch, float | Tensor]]:
         """Yield this rank's micro-batches of the next global batch, each with the weight to multiply its loss by.
 
-        The weight is world_size times the micro-batch's fraction of the global batch's samples (or of its total loss
-        weight, if model.py defines loss_weight()). Averaged over ranks, the sum of weight * loss is the mean loss.
+        If model.py defines loss_weight(), the weights are fractions of the global batch's total loss weight.
         """
         if self._task.loss_weight is None:
             for micro_batch in self._next_batches():
@@ -194,7 +166,7 @@ class TrainLoader:
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """For a dry run, return the largest micro-batch of the step at this position, or the smallest if choose=min."""
-        requests = self._share(*next(self._global_batches(epoch, position)))
+        requests = self._cut(*next(self._global_batches(epoch, position)))
         chosen = choose(requests, key=lambda request: len(request.indices))
         # A worker reads, if there is one: workers that are forked later would share a file that is opened here.
         return next(self._reader.read([chosen]))  # start() must be called before training reads on
@@ -211,35 +183,76 @@ class TrainLoader:
                 return
             asked_at = time.perf_counter()
 
+    def _requests(self, epoch: int, position: int) -> Iterator[Request]:
+        batches = self._global_batches(epoch, position)
+        while True:  # 32 steps at once: one by one, with CPU caches that a step has left cold, they take far longer
+            yield from chain.from_iterable([self._cut(*batch) for batch in islice(batches, 32)])
+
     def _global_batches(self, epoch: int, position: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, indices as in epoch_order()) for each global batch, without end. Start at `position`."""
-        size, num_samples = self.global_batch_size, self.num_samples
-        is_long = self._sample_lengths is self._sample_weights is None and num_samples >= LONG
+        """Yield (epoch, draws) for each global batch, without end. Start at `position`."""
         while True:
-            order = torch.empty(0) if is_long else epoch_order(num_samples, self._seed, epoch, self._sample_weights)
-            if self._sample_lengths is not None:
-                order = bucket_by_length(order, self._sample_lengths, size, self._seed, epoch)
-            seed = derive_seed(self._seed, epoch, -1)
-            for start in range(position, num_samples, size):
-                stop = min(start + size, num_samples)
-                part = long_order(torch.arange(start, stop), num_samples, seed) if is_long else order[start:stop]
-                yield epoch, part.tolist()
+            order = self._order(epoch)
+            for start in range(position, self.num_samples, self.global_batch_size):
+                yield epoch, order[start : min(start + self.global_batch_size, self.num_samples)].tolist()
             epoch, position = epoch + 1, 0
 
-    def _share(self, epoch: int, global_batch: list[int]) -> Iterator[Request]:
-        """Yield a Request per micro-batch in this rank's share of global_batch. Share sizes differ by at most 1."""
-        rank, world_size, size = self._context.rank, self._context.world_size, len(global_batch)
-        # Equally many pieces on all ranks: forward may hold collectives (FSDP). An empty one weighs 0. Rank 0 has none:
-        # no share is larger than its own. Its BatchNorm statistics are the ones that are saved.
-        largest_share = -(-size // world_size)
-        num_pieces = -(-largest_share // self.micro_batch_size)
-        share = global_batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
-        for number in range(num_pieces):
-            piece = share[number * len(share) // num_pieces : (number + 1) * len(share) // num_pieces]
-            weight = len(piece) * world_size / size  # 7 samples on 2 ranks: 4 * 2/7 and 3 * 2/7; DDP's mean: 4/7, 3/7
+    def _cut(self, epoch: int, global_batch: list[int]) -> list[Request]:
+        """Return a Request for each micro-batch in this rank's share of the global batch."""
+        world_size, requests = self._context.world_size, []
+        pieces = cut_share(global_batch, self._context.rank, world_size, self.micro_batch_size)
+        for piece in pieces:
             draws = piece or global_batch[:1]
-            indices = draws if self._sample_weights is None else [draw % self.num_samples for draw in draws]
-            yield Request(epoch, indices, draws, len(piece), weight, number == num_pieces - 1)
+            indices = [draw % self.num_samples for draw in draws]
+            weight = len(piece) * world_size / len(global_batch)
+            requests.append(Request(epoch, indices, draws, len(piece), weight))
+        requests[-1].is_last = True
+        return requests
+
+
+class EvaluationLoader:
+    """Gives each evaluated sample to exactly one rank. All ranks read the same number of micro-batches."""
+
+    def __init__(
+        self, dataset: Dataset[Any], task: Task, config: LoaderConfig, context: RankContext, name: str,
+        limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self._reader, self._context = BatchReader(dataset, task, config, context, 0, name), context
+        num_all = self._reader.num_samples
+        self.num_samples = min(num_all, limit or num_all)
+        # With a limit, take samples at even distances: the first ones may be of one class.
+        order = torch.arange(self.num_samples) * num_all // self.num_samples
+        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, long ones first
+            order = order[(-lengths[order]).argsort(stable=True)]
+            order = torch.cat([order[rank :: context.world_size] for rank in range(context.world_size)])
+        self._order: list[int] = order.tolist()
+
+    def read(self, micro_batch_size: int) -> Iterator[MicroBatch]:
+        """Read this rank's micro-batches."""
+        for micro_batch in self._reader.read(map(self._request, self._cut(micro_batch_size))):
+            self._seed(micro_batch)
+            yield micro_batch
+
+    def read_first(self, micro_batch_size: int, num_parts: int) -> Iterator[MicroBatch]:
+        """Read the first micro-batch alone, in so many parts."""
+        first = self._cut(micro_batch_size)[0]
+        bounds = [-(-number * len(first) // num_parts) for number in range(num_parts + 1)]
+        parts = [first[start:stop] for start, stop in pairwise(bounds)]
+        for number, micro_batch in enumerate(self._reader.read(map(self._request, parts))):
+            if number == 0:  # the parts draw what their whole does
+                self._seed(micro_batch)
+            yield micro_batch
+
+    def _cut(self, micro_batch_size: int) -> list[list[int]]:
+        return cut_share(self._order, self._context.rank, self._context.world_size, micro_batch_size)
+
+    def _request(self, piece: list[int]) -> Request:
+        indices = piece or [0]
+        return Request(0, indices, indices, len(piece))
+
+    def _seed(self, micro_batch: MicroBatch) -> None:
+        """Make what the model draws depend on nothing that came before."""
+        seed = seed_cpu if self._context.device.type == "mps" else seed_generators  # MPS's is not restored
+        seed(derive_seed(0, 0, micro_batch.request.indices[0]))
 
 
 class Fetcher(Dataset[MicroBatch]):
@@ -422,82 +435,3 @@ def entries_of(batch: Any) -> Iterator[Any]:
         parts = (batch if isinstance(batch, Mapping) else getattr(batch, "__dict__", {})).values()
     for part in parts:
         yield from entries_of(part)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the random generators of Python, NumPy and torch, on all devices."""
-    if (name := type(cast(Any, numpy.random).get_bit_generator()).__name__) != "MT19937":
-        raise ConfigError(f"numpy.random.set_bit_generator(): checkpoints cannot hold {name}. Leave the call out.")
-    torch.manual_seed(seed)
-    seed_cpu(seed)
-
-
-def seed_cpu(seed: int, others: Iterable[Any] = ()) -> None:
-    """Seed the random generators of the CPU, and give each of the `others` a seed of its own."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed() takes 80 microseconds
-    for own_seed, other in enumerate(others, start=seed + 1):
-        if isinstance(other, numpy.random.Generator):
-            other.bit_generator.state = type(other.bit_generator)(own_seed).state
-        else:
-            (other.manual_seed if isinstance(other, torch.Generator) else other.seed)(own_seed % 2**32)
-
-
-def generators_of(*roots: Any) -> list[Any]:
-    """Return the random generators that the roots lead to, in the same order in every process. It calls no user code.
-
-    Attributes, containers, closures, classes, and the globals of functions in this package lead on.
-    """
-    kinds = numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator
-    global_ones: Any = random.seed, numpy.random.rand, torch.default_generator.seed
-    found, reached, seen = list[Any](), [*roots], {id(method.__self__) for method in global_ones}
-    package, libraries = __name__.partition(".")[0], {*sys.stdlib_module_names, "torch", "numpy"}
-    for value in reached:  # it grows
-        is_code = isinstance(value, type | FunctionType) and str(value.__module__).partition(".")[0] in libraries
-        is_other = type(value) is dict and not str(value.get("__package__", package)).startswith(package)
-        if isinstance(value, kinds):
-            found.append(value)
-        elif not is_code and not is_other and not isinstance(value, Tensor | ModuleType) and len(reached) < 20_000:
-            parts = {id(x): x for x in gc.get_referents(value)[:500] if id(x) not in seen and not isinstance(x, PLAIN)}
-            seen.update(parts)
-            reached += parts.values()
-    return found
-
-
-def derive_seed(seed: int, epoch: int, index: int) -> int:
-    """Hash (seed, epoch, index) to a 63-bit seed. Adding up the three would often give the same seed twice."""
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """Return the RNG states of the CPU and of the given CUDA devices. torch.load(weights_only=True) can load them."""
-    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
-    }
-
-
-def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
-    """Restore the states that get_random_states() returned. Ignore CUDA states with no matching GPU in `devices`."""
-    name, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    numpy.random.set_state((name, keys.numpy(), *rest))
-    torch.set_rng_state(states["torch"])
-    gpus = [device for device in devices if device.type == "cuda"]
-    for device, state in zip(gpus, states["cuda"], strict=False):  # the checkpoint may hold fewer
-        torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
-def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """On exit, restore the random generators of the CPU and the given CUDA devices to their state on entry."""
-    states = get_random_states(*devices)
-    try:
-        yield
-    finally:
-        set_random_states(states, *devices)

@@ -17,11 +17,11 @@ import torch
 from torch.utils.data import _utils
 
 from ..config import LoaderConfig
+from ..core.data import Fetcher, MicroBatch, Request, TrainLoader, move
+from ..core.random_states import generators_restored
 from ..core.task import Task
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
-from . import loader
-from .loader import Fetcher, MicroBatch, Request, TrainLoader
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class StreamLoader(TrainLoader):
             self._first = next(self._read(beginning), None)
         if self._first is None:
             raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
-        return self._first._replace(batch=loader.move(self._first.batch, self._context.device))
+        return self._first._replace(batch=move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
         """Return the cursor from which this rank begins pass number `number` over the data."""
@@ -104,7 +104,7 @@ class StreamLoader(TrainLoader):
             for number, (batch, request) in enumerate(pieces, start=1):
                 weight = request.num_samples * self._context.world_size / total
                 answer = replace(request, weight=weight, is_last=number == num_pieces)
-                yield MicroBatch(loader.move(batch, self._context.device), answer)
+                yield MicroBatch(move(batch, self._context.device), answer)
 
 
 class PartFetcher(Fetcher):
@@ -131,7 +131,7 @@ class PartFetcher(Fetcher):
         return sys.maxsize
 
     def _read(self, request: Request) -> Any:
-        with loader.generators_restored():
+        with generators_restored():
             if request.cursor is not None:
                 self._cursor, self._items = request.cursor, self._read_part(request.cursor, request.epoch)
             items = [*islice(self._items, request.num_samples)]
