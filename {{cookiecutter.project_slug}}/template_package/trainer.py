@@ -25,7 +25,7 @@ from .tracking import Tracking
 from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_run, load_weights, read_once
 from .training.checks import MemoryLimit, check_finite, check_model, check_replicas, rehearse, rehearse_last
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_on_epoch_begin, figures_of
+from .training.hooks import call_after_step, figures_of
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
@@ -57,7 +57,7 @@ class Trainer:
             model = check_model(task.build_model(config.model))
         if config.checkpoint.initial_weights is not None:
             load_weights(model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights=")
-        call_on_epoch_begin(task, model, range(1))
+        task.on_epoch_begin(model, 0)
         self.startup_seconds: float | None = None  # from the process's start to the end of its first step
         self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
         self.strategy = create_strategy(config, context)
@@ -141,8 +141,9 @@ class Trainer:
         """
         task, strategy, config, progress = self.task, self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
-        times = progress.step, self.total_steps, progress.num_drops
-        rate = learning_rate(config.schedule, peak, *times, task.learning_rate)
+        rate = learning_rate(
+            config.schedule, peak, progress.step, self.total_steps, progress.num_drops, task.learning_rate
+        )
         set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
@@ -234,10 +235,16 @@ class Trainer:
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""
         epochs = range(self.num_epochs_begun, epoch + 1)
-        self.num_epochs_begun = max(self.num_epochs_begun, epoch + 1)
-        is_changed = bool(epochs) and call_on_epoch_begin(self.task, self.strategy.module, epochs)
-        if epochs:  # it may put BatchNorm layers in eval mode: from then on, forwards read their statistics
-            self.strategy.synchronize_buffers()
+        if not epochs:
+            return False
+        self.num_epochs_begun = epoch + 1
+        parameters = [*self.strategy.module.parameters()]
+        former = [parameter.requires_grad for parameter in parameters]
+        for number in epochs:
+            self.task.on_epoch_begin(self.strategy.module, number)
+        # It may put BatchNorm layers in eval mode: from then on, forwards read their statistics.
+        self.strategy.synchronize_buffers()
+        is_changed = former != [parameter.requires_grad for parameter in parameters]
         if is_changed:
             self.strategy.rebuild()
         return is_changed

@@ -19,7 +19,6 @@ from ..errors import ConfigError
 
 Function = Callable[..., Any]
 IN_DATASET = ("build_datasets", "collate", "read_inputs")  # the other functions are in model.py
-ATTRIBUTES = ("sample_lengths", "sample_weights", "label_names")  # of a data set
 OTHER_WORDS = {  # other libraries' names
     "build_optimizer": "configure_optimizers get_optimizer create_optimizer make_optimizer",
     "training_metrics": "train_metrics",
@@ -114,7 +113,7 @@ def tell_of_names(*datasets: Any) -> None:
     """Warn of names in model.py, dataset.py and these data sets that look like misspelt names of ours."""
     places = (user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset))))
     names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
-    known = [*(item.name for item in fields(Task)), *ATTRIBUTES]
+    known = [*(item.name for item in fields(Task)), "sample_lengths", "sample_weights", "label_names"]
     ours = {other: name for name, others in OTHER_WORDS.items() for other in others.split()}
     for name in names:
         close = get_close_matches(ours.get(name, name), known, n=1, cutoff=0.8)

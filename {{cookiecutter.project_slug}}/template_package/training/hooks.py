@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.random_states import generators_restored
 from ..core.task import Task
@@ -18,14 +18,6 @@ def figures_of(task: Task, loss: Tensor, outputs: Any, batch: Any) -> dict[str, 
     """Return the loss and any metrics from training_metrics() in model.py, by name, as detached 0-dim tensors."""
     figures = {"loss": loss, **task.training_metrics(outputs, batch)}
     return {name: value.detach().to(loss.device) for name, value in figures.items()}
-
-
-def call_on_epoch_begin(task: Task, model: nn.Module, epochs: range) -> bool:
-    """Call on_epoch_begin() in model.py for each of `epochs`. Return True if a parameter's requires_grad changed."""
-    former = [parameter.requires_grad for parameter in model.parameters()]
-    for epoch in epochs:
-        task.on_epoch_begin(model, epoch)
-    return former != [parameter.requires_grad for parameter in model.parameters()]
 
 
 def call_after_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
