@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .. import dataset as user_data
 from .. import model as user_model
-from ..config import other_words
 from ..data.loader import generators_restored, inner
 from ..errors import ConfigError
 from ..strategies.base import Strategy
@@ -66,11 +65,10 @@ def call_on_evaluation_end(strategy: Strategy, log: Any) -> None:
 
 
 def tell_of_names(*datasets: Any) -> None:
-    """Warn if the user's files misspell a name that FUNCTIONS lists, or use another library's name for it."""
+    """Warn if the user's files misspell a name that FUNCTIONS lists."""
     places = [user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset)))]
     names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
-    ours = {other: name for name, others in other_words()["functions"].items() for other in others.split()}
     for name in names:
-        close = get_close_matches(ours.get(name, name), FUNCTIONS, n=1, cutoff=0.8)
+        close = get_close_matches(name, FUNCTIONS, n=1, cutoff=0.8)
         if close and close[0] not in names:
             logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])

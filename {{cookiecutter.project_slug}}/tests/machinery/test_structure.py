@@ -15,7 +15,9 @@ MAX_MODULES_OF_TRAINER = 16
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching config files errors",
-    "commands": "trainer training strategies tracking data launching config config_file files model dataset errors",
+    "commands": "trainer training strategies tracking data launching extras config config_file files model dataset "
+    "errors",
+    "extras": "config config_file errors",
     "trainer": "training strategies tracking data launching.distributed config files model errors",
     "training": "strategies tracking data launching.distributed launching.processes config files model dataset errors",
     "strategies": "launching.distributed config options_deepspeed errors",
@@ -167,6 +169,9 @@ def test_trainer_knows_no_strategy() -> None:
         ("model.py", "from .training import stopping"),
         ("dataset.py", "import template_package.config"),
         ("errors.py", "from .config import Config"),
+        ("config.py", "from .extras.other_words import suggest"),
+        ("trainer.py", "from .extras import other_words"),
+        ("extras/other_words.py", "from ..commands import CommandLine"),
         ("options_benchmark.py", "from .config import Config"),
     ],
 )
