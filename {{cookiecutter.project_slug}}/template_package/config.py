@@ -58,8 +58,7 @@ OF_RUN = {"remedy": "Write fractions of the run: epoch 30 of 90 is 0.3333."}
 OTHERS = {"remedy": "Others come with the template: copy their file."}
 StrategyName = Annotated[str, BeforeValidator(partial(check_name, "strategies"))]
 TrackerName = Annotated[str, BeforeValidator(partial(check_name, "tracking"))]
-Suggest = Callable[..., str | None]
-"""suggest(unknown key, value) or suggest(key, wrong value, allowed values) returns the setting that was meant."""
+Suggest = Callable[..., str | None]  # of (unknown key, value) or (key, wrong value, allowed values): what was meant
 
 
 @dataclass
@@ -216,8 +215,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return build_config(read_settings(path, overrides))
 
 
-def build_config(settings: dict[str, Any], suggest: Suggest = lambda *_: None) -> Config:
-    """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value."""
+def build_config(settings: dict[str, Any], suggest: Suggest | None = None) -> Config:
+    """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value.
+
+    `suggest` knows other tools' words. Without it, only similar names are suggested.
+    """
+    suggest = suggest or (lambda *_: None)
     settings = {"data": {}, "model": {}, **settings}
     if problems := [*_check_keys(settings, Config, "", suggest)]:
         raise ConfigError("\n".join(problems))

@@ -13,6 +13,7 @@ import yaml
 from .errors import ConfigError, one_line
 
 SHARED_PARTS = {"base", "common", "library_environment", "zero"}  # of strategies/
+SETTING = re.compile("[^-+~=][^=]*=")  # how an argument key=value begins
 
 
 def available_files(folder: str) -> list[str]:
@@ -46,13 +47,8 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return set_words(settings, overrides)
 
 
-def not_settings(overrides: Sequence[str]) -> list[str]:
-    """Return the arguments that do not have the form key=value."""
-    return [argument for argument in overrides if not re.match("[^-+~=][^=]*=", argument)]
-
-
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    flags = " ".join(not_settings(overrides))
+    flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
     if flags:
         pair = re.fullmatch(r"-*([\w.]+)[ =]+([^ -]\S*)", flags)
         example = "=".join(pair.groups()) if pair else "KEY=VALUE"

@@ -49,11 +49,12 @@ class CommandLine:
         For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless --config or a launcher is
         used. If you set `name`, `device_ids`, `launch`, `loader` or `evaluation`, the run's own value is ignored.
         """
-        suggest: Suggest = lambda *_: None  # noqa: E731
+        suggest: Suggest | None = None
         if "other_words" in available_files("extras"):
-            from ..extras.other_words import refuse_flags, suggest
+            from ..extras import other_words
 
-            refuse_flags(self.config_path, self.overrides)
+            other_words.refuse_flags(self.config_path, self.overrides)
+            suggest = other_words.suggest
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
         has_several_ranks = "," in devices or (devices.startswith("auto") and len([*GPUS.glob("*")]) > 1)

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import yaml
 
-from ..config_file import dotted, not_settings, read_settings
+from ..config_file import SETTING, dotted, read_settings
 from ..errors import ConfigError, one_line
 
 
 def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str | None:
-    """Return the setting, such as "training.epochs=3", that was meant, or None if the table does not know the word.
-
-    `allowed` lists the values that a known key takes, of which `value` is none. It is None if the key is unknown.
-    """
+    """Return the setting that was meant, or None. `allowed` is None if the key is unknown, not the value."""
     if allowed is not None:
         own = read_words("values").get(value)
         return f"{key}={own}" if own in allowed else None
@@ -32,7 +29,7 @@ def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str |
 
 def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
     """Raise ConfigError if some arguments are no settings. Its message writes them as settings of the file `path`."""
-    flags = " ".join(not_settings(overrides))
+    flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
     if not flags:
         return
     full = {key.rpartition(".")[2]: key for key in reversed(dotted(read_settings(path, ())))}  # the first that has it
@@ -40,8 +37,7 @@ def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
     pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", flags) or [("KEY", "")]
     ours = []
     for typed, values in pairs:
-        key = typed.replace("-", "_")
-        value = ",".join(values.split()) or "VALUE"
+        key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
         own = full.get(key, key if "." in key else f"model.{key}")
         ours.append(suggest(key, value) or f"{own}={value}")
     raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {' '.join(ours)}.")
