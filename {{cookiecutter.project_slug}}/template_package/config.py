@@ -216,10 +216,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def build_config(settings: dict[str, Any], suggest: Suggest | None = None) -> Config:
-    """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value.
-
-    `suggest` knows other tools' words. Without it, only similar names are suggested.
-    """
+    """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value."""
     suggest = suggest or (lambda *_: None)
     settings = {"data": {}, "model": {}, **settings}
     if problems := [*_check_keys(settings, Config, "", suggest)]:
