@@ -46,6 +46,7 @@ ONLY_WITH = {
             "template_package/commands/doctor",
             "template_package/commands/report",
             "template_package/commands/sweep",
+            "template_package/extras",
             "template_package/options_benchmark.py",
             "config.yaml:benchmark",
         ],

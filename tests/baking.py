@@ -20,7 +20,7 @@ ONLY_WITH = {
     "deepspeed|/zero/": [("extra_strategies", "deepspeed")],
     "horovod": [("extra_strategies", "horovod")],
     "library_environment": [("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")],
-    "doctor|benchmark|commands/report|commands/sweep": [("tools", "all")],
+    "doctor|benchmark|commands/report|commands/sweep|/extras/": [("tools", "all")],
     r"^\.(?!git|template)|^\.github|^Dockerfile|^AGENTS|^CITATION": [("furniture", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],

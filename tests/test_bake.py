@@ -6,8 +6,10 @@ import compileall
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pexpect
@@ -83,8 +85,19 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     assert {path.name for path in without.iterdir()} == names - {*furniture.split()}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
+    extras = {path.name for path in (project / "ddp_experiment" / "extras").iterdir()}
+    assert extras == {"__init__.py", "other_words.py", "other_words.yaml"}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
     assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
+
+
+def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -> None:
+    project = bake(template, tmp_path, example="stub")
+    files = {name for name in files_of(project) if name.startswith("ddp_experiment/")}
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "wheels", "."]
+    subprocess.run(build, check=True, cwd=project, capture_output=True)
+    (wheel,) = project.glob("wheels/*.whl")
+    assert {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("ddp_experiment/")} == files
 
 
 @pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt"])

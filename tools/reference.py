@@ -29,6 +29,9 @@ def page() -> str:
 
     config = import_module("template_package.config")
     schema, defaults = TypeAdapter(config.Config).json_schema(), config.to_dict(config.build_config({}))
+    files = import_module("template_package.config_file").available_files
+    schema["properties"]["strategy"] = {"enum": files("strategies")}
+    schema["$defs"]["LoggingConfig"]["properties"]["tracker"]["items"] = {"enum": ["none", *files("tracking")]}
     notes, parts, top = comments(), [HEAD], [["key", "default", "values", "meaning"]]
     for name, entry in schema["properties"].items():
         reference = entry.get("$ref", "").rpartition("/")[2]

@@ -5,17 +5,18 @@ Their `__post_init__` may raise ValueError if values conflict. config_file.py re
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-from .config_file import available_files, dotted, other_words, our_word, read_settings
+from .config_file import available_files, dotted, read_settings
 from .core.task import Task, find_task
 from .dataset import DataConfig
 from .errors import ConfigError, one_line
@@ -38,6 +39,15 @@ def parse_device_ids(value: object) -> str | list[int | str]:
     raise ValueError(f"must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids={devices}.")
 
 
+def check_name(folder: str, name: object) -> object:
+    """Return the name of a module of this folder, or "none" for no tracker. Raise an error for another name."""
+    names = ["none"] * (folder == "tracking") + available_files(folder)
+    if name not in names:
+        choices = " or ".join(str(names).strip("[]").rsplit(", ", 1))
+        raise PydanticCustomError("name", f"must be {choices}")
+    return name
+
+
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Field(ge=1, le=2**63 - 1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -46,12 +56,9 @@ Text = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
 OF_RUN = {"remedy": "Write fractions of the run: epoch 30 of 90 is 0.3333."}
 OTHERS = {"remedy": "Others come with the template: copy their file."}
-if TYPE_CHECKING:
-    StrategyName = str
-    TrackerName = str
-else:  # the files that this project has
-    StrategyName = Literal[*available_files("strategies", besides=("base", "common", "library_environment", "zero"))]
-    TrackerName = Literal["none", *available_files("tracking")]
+StrategyName = Annotated[str, BeforeValidator(partial(check_name, "strategies"))]
+TrackerName = Annotated[str, BeforeValidator(partial(check_name, "tracking"))]
+Suggest = Callable[..., str | None]  # of (unknown key, value) or (key, wrong value, allowed values): what was meant
 
 
 @dataclass
@@ -208,16 +215,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return build_config(read_settings(path, overrides))
 
 
-def build_config(settings: dict[str, Any]) -> Config:
+def build_config(settings: dict[str, Any], suggest: Suggest | None = None) -> Config:
     """Build the Config from nested dicts of settings. Raise ConfigError for a wrong key or value."""
+    suggest = suggest or (lambda *_: None)
     settings = {"data": {}, "model": {}, **settings}
-    if problems := [*_check_keys(settings, Config, "")]:
+    if problems := [*_check_keys(settings, Config, "", suggest)]:
         raise ConfigError("\n".join(problems))
     try:
         config: Config = _adapter.validate_python(settings)
         find_task().complete_config(config.model, config.data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error))) from None
+        raise ConfigError("\n".join(_explain(error, suggest))) from None
     except (ValueError, OSError) as error:  # raised by complete_config, which may read a file
         raise ConfigError(" ".join(str(error).split())) from None
     return config
@@ -281,19 +289,20 @@ def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
             yield f"{setting} has no effect: {reasons[0]}"
 
 
-def _check_keys(settings: dict[str, Any], section: Any, prefix: str) -> Iterator[str]:
+def _check_keys(settings: dict[str, Any], section: Any, prefix: str, suggest: Suggest) -> Iterator[str]:
     """Yield a message for each invalid key. In `settings`, turn text like "0.9,0.95" into a list if needed."""
     types = get_type_hints(section)
     for name, value in settings.items():
         key = f"{prefix}{name}"
         if name not in types:
-            yield _unknown_key(key, value)
+            yield _unknown_key(key, value, suggest)
         elif is_dataclass(types[name]):
             section_settings = settings[name] = {} if value is None else value  # all its keys may be commented out
             if isinstance(section_settings, dict):
-                yield from _check_keys(section_settings, types[name], f"{key}.")
+                yield from _check_keys(section_settings, types[name], f"{key}.", suggest)
             else:
-                yield f"{key}={one_line(value)}: {key} is a section. Set {our_word(key, str(value)) or f'{key}.KEY=…'}"
+                meant = suggest(key, str(value)) or f"{key}.KEY=…"
+                yield f"{key}={one_line(value)}: {key} is a section. Set {meant}"
         elif "${" in str(value):
             yield f"{key}={one_line(value)}: ${{…}} is not replaced by anything. Write the value itself."
         elif isinstance(value, str) and _takes_list(types[name]):
@@ -305,7 +314,7 @@ def _takes_list(kind: Any) -> bool:
     return origin in (list, tuple) or (origin not in (dict, Literal) and any(map(_takes_list, get_args(kind))))
 
 
-def _unknown_key(key: str, value: Any) -> str:
+def _unknown_key(key: str, value: Any, suggest: Suggest) -> str:
     while isinstance(value, dict) and value:  # a misspelt section: look at the first key in it
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -313,12 +322,12 @@ def _unknown_key(key: str, value: Any) -> str:
     known = {other: other.rpartition(".")[2] for other, _ in all_keys()}
     alike = get_close_matches(last, known.values(), n=1, cutoff=0.7)  # epoch=3
     close = get_close_matches(key, [other for other, name in known.items() if name in alike], n=1, cutoff=0)
-    meant = our_word(key, typed) or (f"{close[0]}={typed}" if close else None)
+    meant = suggest(key, typed) or (f"{close[0]}={typed}" if close else None)
     own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
     return f"{one_line(key)}={typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _explain(error: ValidationError, suggest: Suggest) -> Iterator[str]:
     """Yield one line for each wrong value. The line names the key, the value, the rule that it breaks, and a remedy."""
     known, found = dict(all_keys()), dict[str, list[Any]]()
     for problem in error.errors(include_url=False):  # several of one key, if its type is a union
@@ -338,8 +347,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key}={one_line(value)}: {rule}"
         else:
             typed, values = str(value).lower().rpartition(".")[2], re.findall(r"'(\w+)'", rule)  # torch.nn.DataParallel
-            ours = [own for own, others in other_words()["values"].items() if own in values and typed in others.split()]
-            close, default = ours or get_close_matches(typed, values, n=1), default_of(known[key])
+            close, default = get_close_matches(typed, values, n=1), default_of(known[key])
+            meant = suggest(key, typed, values) or (f"{key}={close[0]}" if close else None)
             remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
-            remedy = f"Did you mean {key}={close[0]}?" if close else known[key].metadata.get("remedy", remedy)
+            remedy = f"Did you mean {meant}?" if meant else known[key].metadata.get("remedy", remedy)
             yield f"{key}={one_line(value)}: {rule}. {remedy}"

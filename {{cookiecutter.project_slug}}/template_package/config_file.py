@@ -12,26 +12,15 @@ import yaml
 
 from .errors import ConfigError, one_line
 
-
-def other_words() -> dict[str, dict[str, str]]:
-    """Read other_words.yaml, which lists other tools' names for this project's keys and values."""
-    return dict(yaml.safe_load(Path(__file__).with_name("other_words.yaml").read_bytes()))
+SHARED_PARTS = {"base", "common", "library_environment", "zero"}  # of strategies/
+SETTING = re.compile("[^-+~=][^=]*=")  # how an argument key=value begins
 
 
-def available_files(folder: str, besides: tuple[str, ...] = ()) -> list[str]:
-    """Return the names of the modules in a folder of this package, except for the names in `besides`."""
+def available_files(folder: str) -> list[str]:
+    """Return the names of the modules in a folder of this package, except for SHARED_PARTS."""
     paths = (Path(__file__).parent / folder).glob("[a-z]*")
-    return sorted({path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()} - {*besides})
-
-
-def our_word(key: str, value: str) -> str | None:
-    """Translate another tool's setting into this project's "key=value" text. Return None if the key is unknown."""
-    name = key.lower().rpartition(".")[2]
-    ours = next((ours for ours, others in other_words()["keys"].items() if name in others.split()), None)
-    if ours and re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
-        ours = re.sub("=auto:{}.*", "", ours)  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
-    value = "auto" if value in ("cuda", "gpu", "-1") else re.sub(r"cuda:|[\[\] ]", "", value)  # cuda:2, [0, 2]
-    return None if ours is None else ours.format(value) if "=" in ours else f"{ours}={value}"
+    names = {path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()}
+    return sorted(names - SHARED_PARTS)
 
 
 class _TextLoader(yaml.BaseLoader):
@@ -59,15 +48,11 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    if flags := [argument for argument in overrides if not re.match("[^-+~=][^=]*=", argument)]:
-        full = {key.rpartition(".")[2]: key for key in reversed(dotted(settings))}  # the first section that has it
-        # --key value, --key=value, --key value value, --key
-        pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", " ".join(flags)) or [("KEY", "")]
-        ours = []
-        for typed, values in pairs:
-            key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
-            ours.append(our_word(key, value) or f"{full.get(key, key if '.' in key else f'model.{key}')}={value}")
-        raise ConfigError(f"{one_line(' '.join(flags))}: a setting is key=value. Write {' '.join(ours)}.")
+    flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
+    if flags:
+        pair = re.fullmatch(r"-*([\w.]+)[ =]+([^ -]\S*)", flags)
+        example = "=".join(pair.groups()) if pair else "KEY=VALUE"
+        raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {example}.")
     for argument in overrides:
         key, _, text = argument.partition("=")
         *sections, name = key.split(".")

@@ -17,10 +17,19 @@ from ..launching.environment import launcher_of
 from ..launching.processes import start_fork_server
 
 if TYPE_CHECKING:
-    from ..config import Config
+    from ..config import Config, Suggest
 
 USAGE = """python run.py [COMMAND] [--config PATH] [key=value ...]
 Without a command it trains, or continues. The keys are those of config.yaml: training.epochs=3 name=first"""
+COMMANDS = {
+    "benchmark": "measures how fast each strategy trains, and what 16-bit precision or torch.compile adds.",
+    "doctor": "finds what would make runs fail on this machine, and how to fix it. --json prints JSON.",
+    "evaluate": "evaluates a checkpoint on any number of devices, and writes evaluation.json.",
+    "predict INPUT": "applies a trained model to new inputs, and writes predictions.jsonl.",
+    "report [NAME…]": "writes an HTML file, readable offline, that shows one run or compares several runs.",
+    "smoke": "tests that your model trains, saves, resumes and evaluates on two CPU ranks.",
+    "sweep FILE": "starts many training runs, in parallel if possible. Rerun it to resume the sweep.",
+}  # --help shows those that the project has
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -40,6 +49,12 @@ class CommandLine:
         For an existing run, `evaluate` and `predict` use that run's own config.yaml, unless --config or a launcher is
         used. If you set `name`, `device_ids`, `launch`, `loader` or `evaluation`, the run's own value is ignored.
         """
+        suggest: Suggest | None = None
+        if "other_words" in available_files("extras"):
+            from ..extras import other_words
+
+            other_words.refuse_flags(self.config_path, self.overrides)
+            suggest = other_words.suggest
         settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
         devices = str(settings.get("device_ids", "auto"))
         has_several_ranks = "," in devices or (devices.startswith("auto") and len([*GPUS.glob("*")]) > 1)
@@ -51,7 +66,7 @@ class CommandLine:
         if self.command in ("evaluate", "predict") and not self.is_config_typed and is_alone and stored.exists():
             own, here = as_today(read_settings(stored, ())), ("name", "device_ids", "launch", "loader", "evaluation")
             settings = set_words(own | {key: settings[key] for key in here if key in settings}, self.overrides)
-        return build_config(settings)
+        return build_config(settings, suggest)
 
     def run(self) -> int:
         return int(import_module(f".{self.command}", __package__).main(self))
@@ -66,15 +81,16 @@ class CommandLine:
 
 def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
     """Parse the arguments. Raise ConfigError for an unknown command or argument, and SystemExit(0) after --help."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    about = "\n".join(re.findall('^"""(`python run.py .*[.])', "\n".join(texts), re.MULTILINE))
-    parser = ArgumentParser("run.py", USAGE, epilog=about, formatter_class=RawTextHelpFormatter, allow_abbrev=False)
+    commands, has_command = ["train", *available_files("commands")], False
+    lines = [f"`python run.py {usage}`: {text}" for usage, text in COMMANDS.items() if usage.split()[0] in commands]
+    parser = ArgumentParser(
+        "run.py", USAGE, epilog="\n".join(lines), formatter_class=RawTextHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", type=Path, metavar="PATH", default=default_config)
     # torch.distributed.launch and deepspeed append it; the environment says the same.
     parser.add_argument("--local-rank", "--local_rank", help=SUPPRESS)
     options, others = parser.parse_known_args(arguments)
     line = CommandLine(options.config, is_config_typed=options.config is not default_config)
-    commands, has_command = ["train", *available_files("commands")], False
     # The shell has cut device_ids=[0, 1] at the blank.
     whole = re.sub(r"=\[[^][]*\]", lambda match: match[0].replace("\0", ""), "\0".join(others))
     for argument in filter(None, whole.split("\0")):

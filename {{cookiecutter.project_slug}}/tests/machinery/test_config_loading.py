@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package.commands import parse_command_line
-from template_package.config import load_config, to_dict
+from template_package.commands import COMMANDS, CommandLine, parse_command_line
+from template_package.config import Config, load_config, to_dict
 from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project, clean_environment, copy_project
@@ -74,6 +74,11 @@ for line in sys.stdin:
         print(json.dumps([str(error), None]), flush=True)
 """
 Read = Callable[..., tuple[str, dict[str, Any] | None]]
+
+
+def load_typed(words: list[str]) -> Config:
+    """Load config.yaml with settings as a command does, which knows other tools' words."""
+    return CommandLine(ROOT / "config.yaml", "smoke", words).load_config()
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +231,9 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
         ("schedule.milestones=0.5,1.5", "schedule.milestones=1.5: must be"),
     ],
 )
-def test_settings_that_do_not_go_together_are_one_line(words: str, rule: str, tmp_path: Path) -> None:
+def test_settings_that_do_not_go_together_are_one_line(words: str, rule: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        load_config(ROOT / "config.yaml", words.split())
+        load_typed(words.split())
     assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
 
 
@@ -270,7 +275,18 @@ def test_help_tells_what_each_command_does(project: Project) -> None:
     printed = project.run("--help")
     for name in ("benchmark", "doctor", "evaluate", "predict", "report", "smoke", "sweep"):
         assert re.search(rf"^`python run.py {name}.*`: .+[.]$", printed, re.MULTILINE)
-    assert '"' not in printed
+    shutil.rmtree(project.folder / PACKAGE / "commands" / "sweep")
+    assert printed.splitlines()[:-1] == project.run("--help").splitlines() and "own" not in printed
+
+
+def test_each_command_begins_with_its_line_of_the_help() -> None:
+    commands = ROOT / PACKAGE / "commands"
+    files = {path.name: path / "__init__.py" for path in commands.iterdir() if (path / "__init__.py").exists()}
+    files |= {path.stem: path for path in commands.glob("[a-z]*.py")}
+    assert [usage.split()[0] for usage in COMMANDS] == sorted(files)
+    for usage, text in COMMANDS.items():
+        source = files[usage.split()[0]].read_text(encoding="utf-8")
+        assert source.startswith(f'"""`python run.py {usage}`: {text}')
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -354,11 +370,31 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 )
 def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "config.yaml", word.split())
+        load_typed(word.split())
     assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not re.search("=N$|auto:2|=-|KEY", ours):
-        load_config(ROOT / "config.yaml", ["launch.nodes=2", *ours.split()])
+        load_typed(["launch.nodes=2", *ours.split()])
+
+
+def test_without_the_extra_similar_names_answer_in_one_line(project: Project) -> None:
+    shutil.rmtree(project.folder / PACKAGE / "extras")
+    unknown = "there is no such key. Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
+    answers = {
+        "lr=1e-3": f"lr=1e-3: {unknown}",
+        "training.epoch=3": "training.epoch=3: there is no such key. Did you mean training.epochs=3?",
+        "schedule=cosine": "schedule=cosine: schedule is a section. Set schedule.KEY=…",
+        "--training.epochs 3": "--training.epochs 3: a setting is key=value. Write training.epochs=3.",
+        "--lr 1e-3 --amp": "--lr 1e-3 --amp: a setting is key=value. Write KEY=VALUE.",
+        "optimizer.name=torch.optim.AdamW": "optimizer.name=torch.optim.AdamW: must be 'adamw', 'sgd' or 'adam'. "
+        "Did you mean optimizer.name=adamw?",
+        "training.precision=16-mixed": "training.precision=16-mixed: must be 'auto', 'fp32', 'bf16' or 'fp16'. "
+        "The default is auto.",
+    }
+    for words, answer in answers.items():
+        assert project.run(*words.split(), code=2) == f"error: {answer}\n"
+    assert project.run("strategy=dpp", code=2).endswith("Did you mean strategy=ddp?\n")
+    project.run("training.max_steps=1")
 
 
 def test_list_that_the_shell_has_cut_at_its_blanks_is_read_whole() -> None:

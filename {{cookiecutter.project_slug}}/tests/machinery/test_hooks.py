@@ -313,7 +313,7 @@ def test_loss_that_is_no_mean_over_samples_is_told(project: Project) -> None:
 
 
 def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
-    functions = ("train_metrics(outputs: Tensor, batch: Batch)", "on_epoch_start(model: nn.Module, epoch: int)")
+    functions = ("train_metrics(outputs: Tensor, batch: Batch)", "on_epoch_begins(model: nn.Module, epoch: int)")
     for function in functions:
         project.append("model.py", f"def {function} -> None:\n    pass")
     helper = "def lr_lambda(step: int) -> float:\n    return 1.0\n\n\n"  # learning_rate() calls it: not told
@@ -322,7 +322,7 @@ def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
     )
     project.edit("dataset.py", "        self.inputs = ", "        self.sample_weight = 1.0\n        self.inputs = ")
     output = project.run("device_ids=cpu,cpu", "training.max_steps=1")
-    pairs = ("train_metrics", "training_metrics"), ("on_epoch_start", "on_epoch_begin")
+    pairs = ("train_metrics", "training_metrics"), ("on_epoch_begins", "on_epoch_begin")
     for name, right in (*pairs, ("sample_weight", "sample_weights")):
         assert output.count(f"the trainer does not use {name}. Did you mean {right}?") == 1
     assert "lr_lambda" not in output

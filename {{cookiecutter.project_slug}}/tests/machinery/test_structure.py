@@ -15,7 +15,7 @@ MAX_MODULES_OF_TRAINER = 16
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
-    "commands": "trainer training strategies tracking data launching core config config_file files errors",
+    "commands": "trainer training strategies tracking data launching core extras config config_file files errors",
     "trainer": "training strategies tracking data launching.distributed core config files errors",
     "training": "strategies tracking data launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed config options_deepspeed errors",
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": "config_file core model dataset errors",
     "config_file": "errors",
     "core": "config launching.distributed launching.processes model dataset errors",
-    "extras": "core config launching.distributed errors",
+    "extras": "core config config_file launching.distributed errors",
     "model": "dataset errors",
     "dataset": "model errors",
     "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files
@@ -186,6 +186,9 @@ def test_trainer_knows_no_strategy() -> None:
         ("errors.py", "from .config import Config"),
         ("core/data.py", "from ..extras import stream"),
         ("training/hooks.py", "from .. import model"),
+        ("config.py", "from .extras.other_words import suggest"),
+        ("trainer.py", "from .extras import other_words"),
+        ("extras/other_words.py", "from ..commands import CommandLine"),
         ("options_benchmark.py", "from .config import Config"),
     ],
 )

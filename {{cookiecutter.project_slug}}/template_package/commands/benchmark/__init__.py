@@ -70,13 +70,13 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
     plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
-    found = available_files("strategies", besides=("base", "common", "library_environment", "zero", "ddp"))
+    found = available_files("strategies")
     ways = {
         "one device": {"device_ids": device_ids[0]},
         "ddp": {},
         f"{name}, 16-bit": {"training.precision": precision},
         f"{name}, compile": {"training.compile": "true"},
-        **{strategy: {"strategy": strategy} for strategy in sorted({"data_parallel", "fsdp", *found})},
+        **{strategy: {"strategy": strategy} for strategy in sorted({"data_parallel", "fsdp", *found} - {"ddp"})},
     }
     rows = [Row(name, [f"{key}={value}" for key, value in (plain | own).items()]) for name, own in ways.items()]
     return [row for row in rows if row.name.startswith("one device") or not is_single]

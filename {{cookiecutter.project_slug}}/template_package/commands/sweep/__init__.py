@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from shutil import get_terminal_size
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from ...config import load_config, parse_device_ids
+from ...config import parse_device_ids
 from ...config_file import read_settings
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
@@ -169,7 +169,7 @@ class SweepRunner:
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
         arguments = [self.list_arguments(Run("run", settings)) for settings in sweep.list_settings()]
-        config, *_ = [load_config(line.config_path, own) for own in arguments]
+        config, *_ = [replace(line, overrides=own).load_config() for own in arguments]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
         self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # 1 if a run names its GPUs or takes all free ones

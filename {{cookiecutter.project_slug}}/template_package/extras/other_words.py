@@ -1,0 +1,49 @@
+"""Translates other tools' keys and values, and flags such as `--lr 1e-3`, into this project's settings.
+
+The words are in other_words.yaml. Delete both files if you like: config.py then suggests similar names only.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from ..config_file import SETTING, dotted, read_settings
+from ..errors import ConfigError, one_line
+
+
+def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str | None:
+    """Return the setting that was meant, or None. `allowed` is None if the key is unknown, not the value."""
+    if allowed is not None:
+        own = read_words("values").get(value)
+        return f"{key}={own}" if own in allowed else None
+    ours = read_words("keys").get(key.lower().rpartition(".")[2])
+    if ours is None:
+        return None
+    if re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
+        ours = re.sub("=auto:{}.*", "", ours)  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
+    value = "auto" if value in ("cuda", "gpu", "-1") else re.sub(r"cuda:|[\[\] ]", "", value)  # cuda:2, [0, 2]
+    return ours.format(value) if "=" in ours else f"{ours}={value}"
+
+
+def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if some arguments are no settings. Its message writes them as settings of the file `path`."""
+    flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
+    if not flags:
+        return
+    full = {key.rpartition(".")[2]: key for key in reversed(dotted(read_settings(path, ())))}  # the first that has it
+    # --key value, --key=value, --key value value, --key
+    pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", flags) or [("KEY", "")]
+    ours = []
+    for typed, values in pairs:
+        key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
+        own = full.get(key, key if "." in key else f"model.{key}")
+        ours.append(suggest(key, value) or f"{own}={value}")
+    raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {' '.join(ours)}.")
+
+
+def read_words(kind: str) -> dict[str, str]:
+    """Return {another tool's word: ours} for `keys` or `values`."""
+    words = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_bytes())[kind]
+    return {other: ours for ours, others in words.items() for other in others.split()}
