@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     context, directory, task = rank_context(rank, world_size), run_directory(config.name), find_task()
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
-        build = partial(build_datasets, task, config, context)
-        state, strategy, datasets = restore(path, config, context, task, build)
+        state, strategy, datasets = restore(path, config, context, task, lambda: build_datasets(task, config, context))
         if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
             message = "%s was trained with other values: %s. It may have seen samples of this split."
             logger.warning(message, path, "; ".join(lines))

@@ -19,15 +19,6 @@ from ..errors import ConfigError
 
 Function = Callable[..., Any]
 IN_DATASET = ("build_datasets", "collate", "read_inputs")  # the other functions are in model.py
-OTHER_WORDS = {  # other libraries' names
-    "build_optimizer": "configure_optimizers get_optimizer create_optimizer make_optimizer",
-    "training_metrics": "train_metrics",
-    "learning_rate": "lr_lambda lr_schedule get_lr",
-    "on_epoch_begin": "on_epoch_start on_train_epoch_start on_train_epoch_begin",
-    "on_evaluation_end": "on_evaluate on_eval_end on_validation_end on_validation_epoch_end",
-    "after_step": "on_step_end on_train_batch_end",
-    "collate": "collate_fn collate_batch",
-}
 RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
 logger = logging.getLogger(__name__)
 
@@ -114,8 +105,7 @@ def tell_of_names(*datasets: Any) -> None:
     places = (user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset))))
     names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
     known = [*(item.name for item in fields(Task)), "sample_lengths", "sample_weights", "label_names"]
-    ours = {other: name for name, others in OTHER_WORDS.items() for other in others.split()}
     for name in names:
-        close = get_close_matches(ours.get(name, name), known, n=1, cutoff=0.8)
+        close = get_close_matches(name, known, n=1, cutoff=0.8)
         if close and close[0] not in names:
             logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,16 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
+LEAVES = (
+    Tensor,
+    numpy.generic,
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    type(None),
+)  # what torch.load reads; numbers of NumPy too
 NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # keys of a group that `optimizer:` sets
 
 
@@ -91,6 +102,8 @@ def gather_whole(state: Any, context: RankContext) -> Any:
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
 
     def gather(value: Any) -> Any:
+        if not isinstance(value, LEAVES):
+            raise TypeError(f"Unexpected value type {type(value)} in the model's or the optimizer's state")
         if isinstance(value, DTensor):
             value = cast(DTensor, value.to("cpu" if is_gloo else context.device)).full_tensor()
         return value.cpu() if isinstance(value, Tensor) and context.rank == 0 else value

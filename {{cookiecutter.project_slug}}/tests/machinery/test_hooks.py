@@ -328,6 +328,12 @@ def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
     assert "lr_lambda" not in output
 
 
+def test_missing_function_is_one_line_before_any_rank_starts(project: Project) -> None:
+    project.edit("model.py", "def update_metrics(", "def update_metric(")
+    refused = project.run("device_ids=cpu,cpu", code=2)
+    assert refused.startswith("error: model.py has no update_metrics().") and refused.count("\n") == 1
+
+
 def test_max_steps_alone_ends_a_run(project: Project) -> None:
     project.run("device_ids=cpu,cpu", "training.epochs=null", "training.max_steps=9")
     assert [line["step"] for line in project.lines("run")] == [*range(1, 10)]
