@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import size
 
+from baking import ROOT
+
 
 @pytest.mark.parametrize(
     ("source", "lines"),
@@ -85,3 +87,10 @@ def test_a_number_over_budget_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "OVER BUDGET" in text
     assert "3 a.py" in text
     assert not size.print_density("row", tmp_path, ["a.py"], 2.9)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.ja.md", "README.zh-CN.md"])
+def test_readme_names_the_budget(readme: str) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if line.startswith("|") and "`make size`" in line]
+    assert all(f"{tokens:,}" in row for tokens in size.MAX_TOKENS.values())
