@@ -110,10 +110,10 @@ def print_files(
     tokens = {file: len(token_lines(project / file)) for file in files}
     num_files = Size(len(tokens), "files", max_files, aim_files)
     num_tokens = Size(sum(tokens.values()), "tokens", max_tokens, aim_tokens)
-    if is_within := print_sizes(title, num_files, num_tokens):
-        return is_within
-    for file in sorted(tokens, key=lambda file: -tokens[file]):
-        print(f"{tokens[file]:>10,} {file}")
+    is_within = print_sizes(title, num_files, num_tokens)
+    if not is_within:
+        for file in sorted(tokens, key=lambda file: -tokens[file]):
+            print(f"{tokens[file]:>10,} {file}")
     return is_within
 
 
