@@ -1,107 +1,211 @@
 """Prints the sizes of new projects with their budgets, and exits with 1 if a size is over budget. Type `make size`.
 
-A budget may only be lowered, unless DECISIONS.md gives a reason to raise it.
+A budget may only be lowered, unless DECISIONS.md gives a reason to raise it. An aim is what a budget should become.
 
-Lines are those of .py files, as `wc -l` counts them. A module is a file of the project's package. Some numbers come
-from a real run on two CPU ranks, in a project without tools: SPY logs every call of the project's functions, in every
-process of the run.
+Code is counted in tokens: names, operators, numbers and strings. So comments and blanks cost nothing, a docstring costs
+one token, and dense lines gain nothing. A module is a file of the project's package. Some numbers come from a real run
+on two CPU ranks, in a project without tools: SPY logs each call of the project's functions, in every process.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+import tokenize
+from collections.abc import Collection, Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 from baking import export_template, plain_environment, run_cookiecutter
 
 PACKAGE = "ddp_experiment"
-RUN = ["run.py", "device_ids=cpu,cpu", "training.max_steps=4"]
+MAX_TOKENS = {"none": 41_500, "all": 50_150}  # of package and run.py, with tools=none and all; README.md names them
+USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
+# An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
+RUN = ["run.py", "device_ids=cpu,cpu", "training.global_batch_size=2", "logging.every_steps=1000000"]
+RUN += ["evaluation.every_epochs=null", "checkpoint.every_epochs=null"]
+STEPS_BEFORE_SIGTERM = 5
 SPY = """
-import os, sys
+import os, sys, threading
 LOG = os.open(os.environ["SPY_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 PROJECT = os.getcwd() + os.sep
 def log_call(frame, event, argument):
     code = frame.f_code
     if event in ("call", "return") and code.co_filename.startswith(PROJECT):
         function = code.co_name if code.co_flags & 1 else "<import>"  # the body of a file or class has no such flag
-        os.write(LOG, f"{os.getpid()} {function} {code.co_filename[len(PROJECT):]}\\n".encode())
+        file = code.co_filename[len(PROJECT):]
+        os.write(LOG, f"{os.getpid()} {threading.get_native_id()} {function} {file}\\n".encode())
 sys.setprofile(log_call)  # processes that are forked later keep it
+threading.setprofile(log_call)
 """
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}
+"""Names of NamedTuple and os that are public, although they begin with an underscore."""
 
 
 class Call(NamedTuple):
     """A line of SPY's log: a function's call, or its return. The function `<import>` is the code of a file or class."""
 
-    pid: str
+    process: str
+    thread: str
     function: str
     file: str
+
+
+class Size(NamedTuple):
+    """A number with its budget and its aim, if it has them."""
+
+    value: float
+    unit: str
+    budget: float | None = None
+    aim: float | None = None
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f" of {self.budget:,}"
+        aim = "" if self.aim is None else f" (aim {self.aim:,})"
+        return f"{self.value:,}{budget} {self.unit}{aim}"
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         template = export_template(Path(folder, "template"))
-        without_tools = make_project(template, Path(folder, "none"), tools="none")
-        project = make_project(template, Path(folder, "all"), tools="all")
-        calls = log_run(without_tools, Path(folder, "spy"))
-        rows = [
-            Row("package and run.py, tools=none", package_files(without_tools), 44, 5065),
-            Row("package and run.py, tools=all", package_files(project), 54, 6055),
-            Row("tests", python_files(project, "tests"), 12, 1700),
-            Row("modules that a run on two ranks imports", imported_modules(without_tools, calls), 34, 4395),
-            Row("files that one train_step() passes", files_of_a_step(calls), 7, 1085),
-            Row("modules that trainer.py imports", modules_of_trainer(without_tools), 16),
-            Row("files from the command to run_fn", files_before_run_fn(calls), 10),
+        none = make_project(template, Path(folder, "none"), tools="none")
+        full = make_project(template, Path(folder, "all"), tools="all")
+        calls = log_run(none, Path(folder, "spy"))
+        package, tests = package_files(full), python_files(full, "tests")
+        first_step, step = files_before(calls, "train_step"), files_of_a_step(calls)
+        is_within_budget = [
+            print_files("package and run.py, tools=none", none, package_files(none), 42, MAX_TOKENS["none"]),
+            print_files("package and run.py, tools=all", full, package, 47, MAX_TOKENS["all"], aim_tokens=42_000),
+            print_files("tests", full, tests, 11, 11_750, aim_tokens=11_500),
+            print_files("modules that a run on two ranks imports", none, imported_modules(none, calls), 32, 35_850),
+            print_files("files that one train_step() passes", none, step, 7, 9_200),
+            print_files("modules that trainer.py imports", none, modules_of_trainer(none), 16),
+            print_files("files from the command to run_fn", none, files_before(calls, "run_fn"), 10),
+            print_files("files from the command to a step's end", none, first_step | step, 28, aim_files=14),
+            print_files("files from SIGTERM to the run's end", none, files_after_sigterm(calls), 17, aim_files=8),
+            print_density("a line of code in the package", full, package, 10.4),
+            print_density("a line of code in the tests", full, tests, 11.0),
+            print_private_names(full, package, 19),
         ]
-        return int(
-            not all(
-                [
-                    print_row(row, project if "=all" in row.title or row.title == "tests" else without_tools)
-                    for row in rows
-                ]
-            )
-        )
+        return int(not all(is_within_budget))
 
 
-class Row(NamedTuple):
-    """A group of files, with budgets for the number of files and for the sum of their lines."""
+def print_files(
+    title: str,
+    project: Path,
+    files: Iterable[str],
+    max_files: int,
+    max_tokens: int | None = None,
+    aim_files: int | None = None,
+    aim_tokens: int | None = None,
+) -> bool:
+    """Print the number of files and of their tokens. If one is over budget, list the files and return False."""
+    tokens = {file: len(token_lines(project / file)) for file in files}
+    num_files = Size(len(tokens), "files", max_files, aim_files)
+    num_tokens = Size(sum(tokens.values()), "tokens", max_tokens, aim_tokens)
+    is_within = print_sizes(title, num_files, num_tokens)
+    if not is_within:
+        for file in sorted(tokens, key=lambda file: -tokens[file]):
+            print(f"{tokens[file]:>10,} {file}")
+    return is_within
 
-    title: str
-    files: Iterable[str]
-    max_files: int
-    max_lines: int | None = None
+
+def print_density(title: str, project: Path, files: Iterable[str], max_density: float) -> bool:
+    """Print the mean number of tokens on lines where a token begins. Return False if it is over budget."""
+    lines = [token_lines(project / file) for file in files]
+    mean = sum(map(len, lines)) / sum(len(set(of_file)) for of_file in lines)
+    return print_sizes(title, Size(round(mean, 2), "tokens", max_density, 9.0))
 
 
-def print_row(row: Row, project: Path) -> bool:
-    """Print the numbers of files and lines. If a number is over budget, list the files and return False; else True."""
-    lines_of = {file: num_lines(project / file) for file in row.files}
-    lines = sum(lines_of.values())
-    is_over = len(lines_of) > row.max_files
-    text = f"{row.title:<41}{len(lines_of):>3} of {row.max_files} files"
-    if row.max_lines is not None:
-        is_over = is_over or lines > row.max_lines
-        text += f"{lines:>8,} of {row.max_lines:,} lines"
-    print(text + ("   OVER BUDGET:" if is_over else ""))
-    for file in sorted(lines_of, key=lambda file: -lines_of[file]) if is_over else []:
-        print(f"{lines_of[file]:>10,} {file}")
-    return not is_over
+def print_private_names(project: Path, files: Iterable[str], max_names: int) -> bool:
+    """Print the private names of libraries and where they stand. Return False if there are more than `max_names`."""
+    names = private_names(project, files)
+    is_within = print_sizes("private names of libraries", Size(len(names), "names", max_names))
+    for name, places in sorted(names.items()):
+        print(f"    {name:<28}{', '.join(places)}")
+    return is_within
+
+
+def print_sizes(title: str, *sizes: Size) -> bool:
+    is_within = all(size.budget is None or size.value <= size.budget for size in sizes)
+    columns = "".join(f"{size!s:<28}" for size in sizes)
+    print(f"{title:<42}{columns.rstrip()}" + ("" if is_within else "   OVER BUDGET"))
+    return is_within
 
 
 def python_files(project: Path, folder: str) -> list[str]:
-    return [path.relative_to(project).as_posix() for path in (project / folder).rglob("*.py")]
+    return sorted(path.relative_to(project).as_posix() for path in (project / folder).rglob("*.py"))
 
 
 def package_files(project: Path) -> list[str]:
     return ["run.py", *python_files(project, PACKAGE)]
 
 
-def num_lines(file: Path) -> int:
-    return file.read_bytes().count(b"\n")
+def token_lines(file: Path) -> list[int]:
+    """Return the number of the line where each token begins. An f-string is one token under every version of Python."""
+    lines, depth = [], 0  # from Python 3.12 on, an f-string is several tokens between FSTRING_START and FSTRING_END
+    with tokenize.open(file) as source:
+        for token in tokenize.generate_tokens(source.readline):
+            kind = tokenize.tok_name[token.type]
+            is_start = kind == "FSTRING_START"
+            if depth == 0 and (is_start or kind in ("NAME", "OP", "NUMBER", "STRING")):
+                lines.append(token.start[0])
+            depth += is_start
+            depth -= kind == "FSTRING_END"
+    return lines
+
+
+def private_names(project: Path, files: Iterable[str]) -> dict[str, list[str]]:
+    """Return {name: places} of the names that begin with one underscore and belong to a library or to Python.
+
+    Those are attributes and imported names that the package does not define itself, as a function, class, argument,
+    variable or `self._name = …`, and strings such as "_name" and "torch._dynamo".
+    Not seen: a library's attribute whose name the package defines too, names that are put together while running, and
+    what is fragile without an underscore: undocumented names, classes' inner order of calls, ctypes, files in /proc.
+    """
+    trees = {file: ast.parse((project / file).read_text(encoding="utf-8")) for file in files}
+    own = {defined_name(node) for tree in trees.values() for node in ast.walk(tree)}
+    places: dict[str, list[str]] = {}
+    for file, tree in trees.items():
+        found = {(line, name) for node in ast.walk(tree) for line, name in foreign_names(node, own)}
+        for line, name in sorted(found):
+            places.setdefault(name, []).append(f"{file.removeprefix(f'{PACKAGE}/')}:{line}")
+    return places
+
+
+def defined_name(node: ast.AST) -> str | None:
+    """Return the name of a function, class, argument, variable or attribute of `self` that this node defines."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+            return name
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+            return name
+    return None
+
+
+def foreign_names(node: ast.AST, own: Collection[str | None]) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) for each private name in the node, except attributes in `own` and imports of the package."""
+    match node:
+        case ast.Attribute(attr=name) if name not in own:
+            dotted = [name]
+        case ast.ImportFrom(module=module, level=0):
+            dotted = [str(module), *(alias.name for alias in node.names)]
+        case ast.Import():
+            dotted = [alias.name for alias in node.names]
+        case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+", text):
+            dotted = [text]
+        case _:
+            return
+    for name in ".".join(dotted).split("."):
+        if re.match("_[^_]", name) and name not in DOCUMENTED:
+            yield node.lineno, name
 
 
 def make_project(template: Path, output_dir: Path, tools: str) -> Path:
@@ -112,42 +216,66 @@ def make_project(template: Path, output_dir: Path, tools: str) -> Path:
 
 
 def log_run(project: Path, spy: Path) -> list[Call]:
-    """Train on two ranks. Return the calls of the project's functions, in the order in which they happened."""
+    """Train on two ranks, and send SIGTERM to the command. Return the calls of the project's functions, in their order.
+
+    The call `<SIGTERM>` stands where the signal was sent.
+    """
     spy.mkdir()
     (spy / "sitecustomize.py").write_text(SPY, encoding="utf-8")  # Python imports it when it starts
-    environment = plain_environment({"SPY_LOG": str(spy / "log"), "PYTHONPATH": str(spy)})
-    subprocess.run([sys.executable, *RUN], cwd=project, env=environment, check=True, stdout=subprocess.DEVNULL)
-    lines = (spy / "log").read_text(encoding="utf-8").splitlines()
-    return [Call(*line.split(maxsplit=2)) for line in lines]
+    log, console = spy / "log", (spy / "console").open("w", encoding="utf-8")
+    log.touch()
+    environment = plain_environment({"SPY_LOG": str(log), "PYTHONPATH": str(spy)})
+    command = [sys.executable, *RUN]
+    with console, subprocess.Popen(command, cwd=project, env=environment, stdout=console, stderr=console) as process:
+        # Two ranks each log a step's call and its return.
+        while process.poll() is None and log.read_text().count(" train_step ") < 4 * STEPS_BEFORE_SIGTERM:
+            time.sleep(0.1)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{process.pid} {process.pid} <SIGTERM> run.py\n")
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM, (spy / "console").read_text(encoding="utf-8")
+    return [Call(*line.split(maxsplit=3)) for line in log.read_text(encoding="utf-8").splitlines()]
 
 
 def imported_modules(project: Path, calls: Iterable[Call]) -> set[str]:
     """Return the files of the package that any process of the run imported, except empty files."""
     files = {call.file for call in calls if call.function == "<import>" and call.file.startswith(PACKAGE)}
-    return {file for file in files if num_lines(project / file)}
+    return {file for file in files if (project / file).stat().st_size}
 
 
 def files_of_a_step(calls: Iterable[Call]) -> set[str]:
-    """Return the files whose functions are called in one rank's second train_step(), except model.py and dataset.py."""
-    rank = next(call.pid for call in calls if call.function == "train_step")
-    of_rank = [call for call in calls if call.pid == rank]
+    """Return the files whose functions are called in one rank's second train_step(), except the user's two."""
+    thread = next(call.thread for call in calls if call.function == "train_step")
+    of_rank = [call for call in calls if call.thread == thread]
     calls_and_returns = [i for i, call in enumerate(of_rank) if call.function == "train_step"]
-    files = {call.file for call in of_rank[calls_and_returns[2] : calls_and_returns[3]]}
-    return files - {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
+    return {call.file for call in of_rank[calls_and_returns[2] : calls_and_returns[3]]} - USERS_FILES
 
 
-def files_before_run_fn(calls: Iterable[Call]) -> set[str]:
-    """Return the files whose functions were called by any process before run_fn, except model.py and dataset.py.
+def files_before(calls: Iterable[Call], function: str) -> set[str]:
+    """Return the files whose functions were called by any process before `function` was, except the user's two.
 
     Entries such as `<import>` and `<listcomp>` do not count, so files that are only imported are left out.
     """
-    files = set()
+    before = takewhile(lambda call: call.function != function, calls)
+    return {call.file for call in before if not call.function.startswith("<")} - USERS_FILES
+
+
+def files_after_sigterm(calls: Iterable[Call]) -> set[str]:
+    """Return the files whose functions were called, or returned, in the command or a rank after SIGTERM was sent to it.
+
+    What happens inside train_step() does not count: the ranks take a few more steps, as they took those before.
+    """
+    calls = list(calls)
+    processes = {call.process for call in calls if call.function in ("train_step", "<SIGTERM>")}
+    files: set[str] = set()
+    is_sent, in_step = False, set[str]()
     for call in calls:
-        if call.function == "run_fn":
-            break
-        if not call.function.startswith("<"):
+        is_sent = is_sent or call.function == "<SIGTERM>"
+        if call.function == "train_step":
+            in_step ^= {call.thread}  # its call, then its return
+        elif is_sent and call.process in processes and call.thread not in in_step and call.function[0] != "<":
             files.add(call.file)
-    return files - {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
+    return files - USERS_FILES
 
 
 def modules_of_trainer(project: Path) -> set[str]:
@@ -158,7 +286,7 @@ def modules_of_trainer(project: Path) -> set[str]:
             module = trainer.parent.joinpath(*(node.module or "").split("."))
             files |= {module / "__init__.py", module.with_suffix(".py")}
             files |= {module / f"{alias.name}.py" for alias in node.names}
-    return {str(file.relative_to(project)) for file in files if file.is_file() and num_lines(file)}
+    return {str(file.relative_to(project)) for file in files if file.is_file() and file.stat().st_size}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class FullyShardedStrategy(Strategy):
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         mean, ones = torch.ones(1, device=context.device), torch.ones(context.world_size, device=context.device)
         if context.world_size > 1:  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
-            dist.reduce_scatter_tensor(mean, ones, dist.ReduceOp.AVG)
+            reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the name before 2.13
+            reduce_scatter(mean, ones, dist.ReduceOp.AVG)
         if mean.item() > 1.5:  # NCCL's mean of ones may be off by rounding
             problem = f"torch {torch.__version__} adds up gradients on this backend, where FSDP wants their mean"
             raise ConfigError(f"strategy=fsdp: {problem}. Install torch 2.11 or newer, or set strategy=ddp.")

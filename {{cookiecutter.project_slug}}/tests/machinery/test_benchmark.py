@@ -168,7 +168,8 @@ def test_rows_share_devices_and_the_command_does_what_its_row_does() -> None:
     typed = ["--config=big.yaml", "data.name=a b", "device_ids=auto", "training.compile=true"]
     for row, summary in zip(rows, summarize(rows, typed), strict=True):
         *words, ids, strategy, precision, compiles = shlex.split(summary["command"])
-        assert words == ["python", "run.py", *typed] and row.arguments == [ids, strategy, precision, compiles]
+        assert words == ["python", "run.py", *typed[:2]], "a key stands once"
+        assert row.arguments == [ids, strategy, precision, compiles]
         assert ids == f"device_ids={'0' if row.name == 'one device' else '0,2,5'}"
         assert strategy == f"strategy={'ddp' if row in rows[:4] else row.name}"
         assert compiles == f"training.compile={str(row.name == 'ddp, compile').lower()}"

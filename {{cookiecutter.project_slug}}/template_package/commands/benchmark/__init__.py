@@ -180,7 +180,9 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
         # Dropout depends on the number of ranks. Early in a training this alone can change the loss by a fifth.
         gain = max(0.0, base["first_loss"] - base["final_loss"])
         limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
-        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *typed, *row.arguments])}
+        keys = {argument.partition("=")[0] for argument in row.arguments}
+        others = [argument for argument in typed if argument.partition("=")[0] not in keys]
+        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *others, *row.arguments])}
         entry |= {"spread": (max(times) - min(times)) / median(times), "runs": row.runs}
         entry |= {"speed_up": base["seconds_per_step"] / entry["seconds_per_step"]}
         entry |= {"is_loss_wrong": not entry["final_loss"] <= limit}
