@@ -150,9 +150,10 @@ class Trainer:
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
                     loss, outputs = task.compute_loss(strategy.model, batch)
-                figures = figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
-                del outputs  # a language model's logits are large, and backward needs its memory
+                if not (is_logged and task.training_metrics):
+                    outputs = None  # a language model's logits are large, and backward needs the memory
                 strategy.backward(loss, weight)
+            figures = figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
             for name, value in figures.items():
                 part = weighted(value, weight)
                 sums[name] = sums[name] + part if name in sums else part

@@ -76,12 +76,15 @@ def cut_share(batch: list[int], rank: int, world_size: int, micro_batch_size: in
     Shares differ by at most one sample. None is larger than rank 0's, whose micro-batches are thus never empty, and
     whose BatchNorm statistics are the ones that are saved.
     """
-    size = len(batch)
-    share = batch[-(-rank * size // world_size) : -(-(rank + 1) * size // world_size)]
-    largest_share = -(-size // world_size)
-    num_pieces = -(-largest_share // micro_batch_size)
-    bounds = [number * len(share) // num_pieces for number in range(num_pieces + 1)]
-    return [share[start:stop] for start, stop in pairwise(bounds)]
+    largest_share = -(-len(batch) // world_size)
+    return split(split(batch, world_size)[rank], -(-largest_share // micro_batch_size))
+
+
+def split(samples: list[int], num_parts: int) -> list[list[int]]:
+    """Split a list into parts whose sizes differ by at most one, the larger ones first."""
+    size, num_larger = divmod(len(samples), num_parts)
+    bounds = [part * size + min(part, num_larger) for part in range(num_parts + 1)]
+    return [samples[start:stop] for start, stop in pairwise(bounds)]
 
 
 def numbers_of(dataset: Any, name: str) -> Tensor | None:
@@ -234,9 +237,7 @@ class EvaluationLoader:
 
     def read_first(self, micro_batch_size: int, num_parts: int) -> Iterator[MicroBatch]:
         """Read the first micro-batch alone, in so many parts."""
-        first = self._cut(micro_batch_size)[0]
-        bounds = [-(-number * len(first) // num_parts) for number in range(num_parts + 1)]
-        parts = [first[start:stop] for start, stop in pairwise(bounds)]
+        parts = split(self._cut(micro_batch_size)[0], num_parts)
         for number, micro_batch in enumerate(self._reader.read(map(self._request, parts))):
             if number == 0:  # the parts draw what their whole does
                 self._seed(micro_batch)

@@ -35,7 +35,7 @@ class Task:
     complete_config: Function = lambda *_: None
     collate: Function = default_collate
     on_epoch_begin: Function = lambda *_: None
-    training_metrics: Function = lambda *_: {}
+    training_metrics: Function | None = None
     loss_weight: Function | None = None
     build_optimizer: Function | None = None
     learning_rate: Function | None = None
@@ -62,7 +62,8 @@ def find_task() -> Task:
     found: dict[str, Any] = {}
     for item in fields(Task):
         file, module = ("dataset.py", user_data) if item.name in IN_DATASET else ("model.py", user_model)
-        found[item.name] = getattr(module, item.name, item.default)
+        value = getattr(module, item.name, None)
+        found[item.name] = item.default if value is None else value
         if found[item.name] is MISSING:
             raise ConfigError(f"{file} has no {item.name}(). Write it; README.md says what it takes and returns.")
     loss_weight = found["loss_weight"]
@@ -70,7 +71,9 @@ def find_task() -> Task:
         parameters = signature(loss_weight).parameters.values()
         if sum(parameter.default is parameter.empty for parameter in parameters) < 2:
             found["loss_weight"] = lambda batch, _module: loss_weight(batch)
-    return Task(**found | {"training_metrics": _checked(found["training_metrics"])})
+    if found["training_metrics"] is not None:
+        found["training_metrics"] = _checked(found["training_metrics"])
+    return Task(**found)
 
 
 def _checked(training_metrics: Function) -> Function:

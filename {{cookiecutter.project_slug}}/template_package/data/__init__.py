@@ -9,7 +9,7 @@ from ..config import Config
 from ..config_file import available_files
 from ..core.data import TrainLoader, is_stream
 from ..core.random_states import seed_generators
-from ..core.task import Task
+from ..core.task import Task, inner
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
 from .orders import find_order
@@ -31,6 +31,9 @@ def create_loader(dataset: Any, task: Task, config: Config, context: RankContext
     for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
         if number is None:
             raise ConfigError(f"{key}=null: the training set has no __len__. Write it, or, for a stream, a number.")
+    for name in ("sample_weights", "sample_lengths"):
+        if any(getattr(one, name, None) is not None for one in (dataset, *inner(dataset))):
+            raise ConfigError(f"{name}: a training set without __len__ and __getitem__ has none. Set it to None.")
     if "stream" not in available_files("extras"):
         remedy = "Copy extras/stream.py from the template (tools=all), or give it __len__ and __getitem__"
         raise ConfigError(f"the training set can only be iterated, and this project has no extras/stream.py. {remedy}.")

@@ -1,8 +1,8 @@
 """Chooses this node's devices, as `device_ids` in config.yaml specifies, and locks GPUs against other runs.
 
 On Linux, a lock is an abstract Unix socket. Only one process can bind the socket's name, and the name is free again
-when that process ends, however it ends. Runs that share a GPU hold one of its locks each: while any of them lives,
-device_ids=auto leaves that GPU. Containers with separate networks do not see each other's locks.
+when that process ends, however it ends. Up to 16 runs that share a GPU hold one of its locks each: while any of them
+lives, device_ids=auto leaves that GPU. Containers with separate networks do not see each other's locks.
 """
 
 import math
@@ -25,7 +25,7 @@ from ..errors import ConfigError, one_line
 
 GIB = 2**30
 POLL_SECONDS, CHOOSER_SECONDS = 3.0, 10.0
-LOCKS_PER_GPU = 8
+LOCKS_PER_GPU = 16
 
 
 @dataclass(frozen=True)

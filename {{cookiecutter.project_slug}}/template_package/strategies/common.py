@@ -102,13 +102,18 @@ def gather_whole(state: Any, context: RankContext) -> Any:
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
 
     def gather(value: Any) -> Any:
+        if isinstance(value, dict):  # plain ones, which torch.load reads, in place of a defaultdict or a namedtuple
+            return {key: gather(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = map(gather, value)
+            return [*items] if isinstance(value, list) else tuple(items)
         if not isinstance(value, LEAVES):
             raise TypeError(f"Unexpected value type {type(value)} in the model's or the optimizer's state")
         if isinstance(value, DTensor):
             value = cast(DTensor, value.to("cpu" if is_gloo else context.device)).full_tensor()
         return value.cpu() if isinstance(value, Tensor) and context.rank == 0 else value
 
-    whole = tree_map(gather, state)
+    whole = gather(state)
     return whole if context.rank == 0 else {}
 
 

@@ -81,7 +81,8 @@ def rehearse(strategy: Strategy, micro_batch: MicroBatch, task: Task, *, is_tria
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
             figures_of(task, loss, outputs, micro_batch.batch)
-            del returned, outputs  # as train_step() does
+            if not task.training_metrics:
+                del returned, outputs  # as train_step() does
             strategy.backward(loss, 0.0)
             if not is_trial:
                 strategy.check_gradients()

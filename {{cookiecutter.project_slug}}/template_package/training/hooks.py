@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 @torch.no_grad()
 def figures_of(task: Task, loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
     """Return the loss and any metrics from training_metrics() in model.py, by name, as detached 0-dim tensors."""
-    figures = {"loss": loss, **task.training_metrics(outputs, batch)}
+    means = task.training_metrics(outputs, batch) if task.training_metrics else {}
+    figures = {"loss": loss, **means}
     return {name: value.detach().to(loss.device) for name, value in figures.items()}
 
 

@@ -112,6 +112,15 @@ def test_numbers_of_numpy_in_an_optimizer_are_saved_as_pythons(project: Project)
         assert (group["own"], type(group["own"])) == (0.1, float)
 
 
+def test_containers_in_an_optimizer_are_saved_as_plain_ones(project: Project) -> None:
+    code = "collections.defaultdict(list, a=[1]), collections.OrderedDict(b=(2, 3))"
+    project.append("model.py", "import collections\n" + NUMPY_STATE.replace("VALUE", code))
+    project.run("device_ids=cpu,cpu", "training.max_steps=2", "checkpoint.every_steps=1")
+    group = project.checkpoint("run", 2)["optimizer"]["param_groups"][0]
+    assert group["own"] == ({"a": [1]}, {"b": (2, 3)}) and type(group["own"][0]) is dict
+    project.run("device_ids=cpu,cpu", "training.max_steps=3")
+
+
 def test_state_that_could_not_be_read_again_is_told_at_the_first_save(project: Project, tmp_path: Path) -> None:
     project.append("model.py", NUMPY_STATE.replace("VALUE", "numpy.zeros(2)"))
     output = project.run("device_ids=cpu,cpu", "checkpoint.every_steps=1", code=1)

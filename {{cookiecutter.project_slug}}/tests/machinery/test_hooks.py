@@ -347,3 +347,31 @@ def test_max_batches_evaluates_the_same_samples_on_any_number_of_ranks(project: 
     lines = [project.lines(f"on{n}", "validation")[-1] for n in (1, 2, 3)]
     assert [line["num_samples"] for line in lines] == [32] * 3
     assert_close(lines[1:], [lines[0].copy(), lines[0].copy()])
+
+
+def test_training_does_not_depend_on_how_often_metrics_are_logged_that_change_their_arguments(project: Project) -> None:
+    """A NumPy view of the batch, changed in place, is not seen by autograd. The backward pass must come before."""
+    code = """
+def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    batch.targets.numpy()[:] = 0
+    return {"size": outputs.data.mul_(2).abs().mean()}
+"""
+    project.append("model.py", code)
+    project.run("name=each", "logging.every_steps=1")
+    project.run("name=seldom", "logging.every_steps=7")
+    assert [line["loss"] for line in project.lines("seldom")] == [line["loss"] for line in project.lines("each")[6::7]]
+
+
+def test_optional_function_that_is_none_counts_as_absent(project: Project) -> None:
+    project.append("model.py", "training_metrics = loss_weight = on_epoch_begin = after_step = None")
+    project.run("training.max_steps=2")
+
+
+@pytest.mark.parametrize(("devices", "num_samples"), [("cpu", 9), ("cpu,cpu", 18)])
+def test_loss_that_is_no_mean_is_told_however_the_samples_are_cut(
+    project: Project, devices: str, num_samples: int
+) -> None:
+    """The rehearsed micro-batch is the largest: one sample has no halves."""
+    project.edit("model.py", "errors.mean()", "errors.sum()")
+    sizes = (f"data.num_validation={num_samples}", "training.micro_batch_size=2")
+    assert "no mean over samples" in project.run("training.max_steps=1", f"device_ids={devices}", *sizes)

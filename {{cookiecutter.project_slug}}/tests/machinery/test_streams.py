@@ -248,3 +248,20 @@ def test_stream_without_an_end_or_in_unequal_shares_is_refused(streams: Project)
     assert "training.global_batch_size=7: all ranks read equal shares" in unequal
     streams.append("dataset.py", "def build_datasets(config: DataConfig):\n    return Plain(), Plain()")
     assert "the validation data set has no __len__" in streams.run(*words, code=2)
+
+
+@pytest.mark.parametrize("name", ["sample_weights", "sample_lengths"])
+def test_stream_whose_samples_have_weights_or_lengths_is_refused(streams: Project, name: str) -> None:
+    """They would be ignored: a stream gives its items in its own order."""
+    code = f"""
+class WithSamples(Plain):
+    def __init__(self):
+        self.dataset = Numbers(DataConfig(), 8, 2, 0.0)
+        self.dataset.{name} = [1] * 8
+
+
+KINDS["plain"] = WithSamples
+"""
+    streams.append("dataset.py", code)
+    output = streams.run(*WORDS, "data.kind=plain", code=2)
+    assert f"error: {name}: a training set without __len__ and __getitem__ has none" in output
