@@ -231,14 +231,16 @@ class EvaluationLoader:
 
     def read(self, micro_batch_size: int) -> Iterator[MicroBatch]:
         """Read this rank's micro-batches."""
-        for micro_batch in self._reader.read(map(self._request, self._cut(micro_batch_size))):
+        # Lists: an iterator would hold self, and keep the workers alive until a garbage collection.
+        for micro_batch in self._reader.read([self._request(piece) for piece in self._cut(micro_batch_size)]):
             self._seed(micro_batch)
             yield micro_batch
 
     def read_first(self, micro_batch_size: int, num_parts: int) -> Iterator[MicroBatch]:
         """Read the first micro-batch alone, in so many parts."""
         parts = split(self._cut(micro_batch_size)[0], num_parts)
-        for number, micro_batch in enumerate(self._reader.read(map(self._request, parts))):
+        requests = [self._request(part) for part in parts]
+        for number, micro_batch in enumerate(self._reader.read(requests)):
             if number == 0:  # the parts draw what their whole does
                 self._seed(micro_batch)
             yield micro_batch
