@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections import UserDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +98,20 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
     next(loader.read(2))  # broken off, with batches that a worker has read ahead
     assert [request.indices for _, request in loader.read(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("num_parts", [0, 2])
+def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
+    """If only a garbage collection ended them, each run with workers would wait for them for seconds at its end."""
+    loader = EvaluationLoader(ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation")
+    pids = {
+        int(pid) for batch, _ in (loader.read_first(4, num_parts) if num_parts else loader.read(4)) for pid in batch
+    }
+    gc.disable()
+    try:
+        started_at = time.monotonic()
+        del loader
+        seconds = time.monotonic() - started_at
+        assert seconds < 4.0 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # torch would wait for 5
+    finally:
+        gc.enable()
