@@ -130,7 +130,7 @@ def test_reading_leaves_the_random_state_alone_and_position_needs_no_replay() ->
 def test_whole_batches_are_fetched_in_one_call() -> None:
     dataset = Batches()
     (first, second), *_ = steps(0, 1, num_steps=5, dataset=dataset, micro=4)
-    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (3, 4)
+    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (4, 3)
     assert dataset.epochs == [0, 1]
     subset = Subset(Batches(), list(range(23)))
     assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
@@ -223,7 +223,7 @@ def test_samples_of_a_micro_batch_that_cannot_be_read_are_named() -> None:
         def __getitem__(self, index: int) -> tuple[int, Tensor]:
             raise OSError("no such file")
 
-    first = epoch_order(23, 5, 0)[:3].tolist()
+    first = epoch_order(23, 5, 0)[:4].tolist()
     with pytest.raises(OSError, match="no such file") as caught:
         steps(0, 1, num_steps=1, dataset=Broken(), micro=4)
     assert caught.value.__notes__ == [f"while reading the samples {first} of Broken"]
@@ -254,7 +254,7 @@ def test_rehearsals_draw_nothing_from_the_runs_generators() -> None:
 def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
     loader = train_loader(size=23, micro=12)
     loader.start(0, 0)
-    assert [len(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [11, 12]
+    assert [len(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [12, 11]
     assert len(loader.read_first(0, 0).request.indices) == 12
 
 
