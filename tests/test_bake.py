@@ -86,7 +86,7 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
     extras = {path.name for path in (project / "ddp_experiment" / "extras").iterdir()}
-    assert extras == {"__init__.py", "other_words.py", "other_words.yaml"}
+    assert extras == {"__init__.py", "other_words.py", "other_words.yaml", "stream.py"}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
     assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
