@@ -19,16 +19,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
-LEAVES = (
-    Tensor,
-    numpy.generic,
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    type(None),
-)  # what torch.load reads; numbers of NumPy too
+LEAVES = (Tensor, numpy.generic, bool, int, float, str, bytes, type(None))  # what a checkpoint may hold
 NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # keys of a group that `optimizer:` sets
 
 
@@ -102,18 +93,19 @@ def gather_whole(state: Any, context: RankContext) -> Any:
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
 
     def gather(value: Any) -> Any:
-        if isinstance(value, dict):  # plain ones, which torch.load reads, in place of a defaultdict or a namedtuple
+        if isinstance(value, dict):  # torch.load reads plain containers only: no defaultdict, no namedtuple
             return {key: gather(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = map(gather, value)
-            return [*items] if isinstance(value, list) else tuple(items)
+        if isinstance(value, list):
+            return [gather(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(gather(item) for item in value)
         if not isinstance(value, LEAVES):
             raise TypeError(f"Unexpected value type {type(value)} in the model's or the optimizer's state")
         if isinstance(value, DTensor):
             value = cast(DTensor, value.to("cpu" if is_gloo else context.device)).full_tensor()
         return value.cpu() if isinstance(value, Tensor) and context.rank == 0 else value
 
-    whole = gather(state)
+    whole = gather(state)  # on every rank: its collectives need all of them
     return whole if context.rank == 0 else {}
 
 

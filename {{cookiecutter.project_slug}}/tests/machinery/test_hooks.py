@@ -357,6 +357,8 @@ def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
     return {"size": outputs.data.mul_(2).abs().mean()}
 """
     project.append("model.py", code)
+    kept = "    errors = errors * batch.targets.mean(1) + outputs.square().mean(1)\n"  # autograd keeps both
+    project.edit("model.py", "    loss = errors.mean()", f"{kept}    loss = errors.mean()")
     project.run("name=each", "logging.every_steps=1")
     project.run("name=seldom", "logging.every_steps=7")
     assert [line["loss"] for line in project.lines("seldom")] == [line["loss"] for line in project.lines("each")[6::7]]
