@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from template_package.config import LoaderConfig
-from template_package.core.data import EvaluationLoader, MicroBatch, TrainLoader, epoch_order, is_stream
+from template_package.core.data import (
+    EvaluationLoader,
+    MicroBatch,
+    TrainLoader,
+    epoch_order,
+    is_stream,
+)
 from template_package.core.task import find_task
 from template_package.data.orders import find_order
 from template_package.errors import ConfigError
