@@ -40,6 +40,7 @@ class Task:
     build_optimizer: Function | None = None
     learning_rate: Function | None = None
     evaluate_batch: Function | None = None
+    before_step: Function | None = None
     after_step: Function | None = None
     on_evaluation_end: Function | None = None
     predict: Any = None  # Any: `run.py predict` looks for these two before it starts the ranks

@@ -1,0 +1,122 @@
+"""Trains on the devices that config.yaml names: one process per device, which calls run_fn().
+
+python run.py                                   trains on the devices in device_ids
+python run.py device_ids=cpu,cpu name=first     overrides keys of config.yaml for this run
+torchrun --nproc-per-node=2 run.py              trains on two ranks that torchrun starts
+python run.py evaluate                          evaluates the best checkpoint of the run
+"""
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from template_package.core.launch import (
+    PARENT,
+    Devices,
+    become_multi_node,
+    choose_devices,
+    die_with_parent,
+    start_ranks,
+    tell_failure,
+)
+from template_package.core.settings import CommandLine, read_command_line
+from template_package.errors import ConfigError
+
+if TYPE_CHECKING:  # the process that starts the ranks does not import torch
+    from template_package.core.config import Config
+    from template_package.core.ranks import Rank
+
+STARTED_AT = time.time()
+
+
+def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
+    """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
+    from template_package import commands
+    from template_package.core.logs import rank_log
+    from template_package.core.ranks import StopRequest
+    from template_package.core.task import find_task
+    from template_package.files import run_directory
+    from template_package.trainer import Trainer
+
+    directory, task = run_directory(config.name), find_task()
+    if line.command != "train":
+        commands.find_checkpoint(config, directory)  # before anything is written
+    with rank_log(directory, place) as log:
+        console = log if world_size > 1 else sys.__stderr__
+        stop = StopRequest(place, config.launch.timeout_minutes, console)
+        code = 0
+        if line.command == "evaluate":
+            commands.evaluate(config, place, directory, task, stop)
+        elif line.command == "predict":
+            commands.predict(line.source, config, place, directory, task, stop)
+        else:
+            code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
+        stop.close()
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    """Return 0 on success, 2 for a user's mistake, 130 or 143 if stopped, 1 if a rank failed."""
+    try:
+        line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
+        if line.command == "smoke":
+            from template_package.commands import smoke
+
+            return smoke(line)
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:  # a launcher has started this rank
+            return run_rank(line, None)
+        if line.get("launch.nodes", "1") != "1":
+            become_multi_node(line)
+        devices = choose_devices(line)
+        world_size = len(devices.names)  # one rank per device
+        return start_ranks(devices, line) if world_size > 1 else run_rank(line, devices)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run_rank(line: CommandLine, devices: Devices | None) -> int:
+    """Run the command as one rank. Report an error once, whichever rank has it."""
+    place: Any = None
+    try:
+        if devices is None:
+            die_with_parent(int(os.environ.get(PARENT, os.getppid())))
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
+        from template_package.core.config import build_config
+        from template_package.core.ranks import join, leave
+
+        config = build_config(line.settings)
+        place = join(line, config.launch, devices)
+        code = run_fn(place.rank, place.world_size, config, place, line)
+        gc.collect()  # gloo hangs if DDP outlives the group
+        leave()
+        return code
+    except ConfigError as error:
+        tell_failure(f"error: {error}", error.exit_code, place)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:  # SystemExit too: a rank that leaves alone lets the others wait
+        text = f"{place or 'this process'} failed:\n{traceback.format_exc()}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "pydantic"):
+            remedy = "Type: python -m pip install -c constraints.txt -e ."
+            text = f"error: {sys.executable} has no {error.name}. {remedy}"
+        tell_failure(text, 1, place)
+        return 1
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
+    for name in (signal.SIGINT, signal.SIGTERM):  # torch's import would lose Ctrl-C
+        if signal.getsignal(name) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(name, lambda number, _: os._exit(128 + number))
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # on a normal exit, gloo's threads crash about one time in ten

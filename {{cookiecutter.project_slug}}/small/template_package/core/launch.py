@@ -1,0 +1,333 @@
+"""Chooses this node's devices, and starts one process per device with torchrun's variables.
+
+A rank reads RANK, WORLD_SIZE and LOCAL_RANK, whoever started it: start_ranks() below, or torchrun.
+This file does not import torch, so that the ranks import it at once, each in its own process.
+
+A lock on a GPU is an abstract Unix socket: one process alone can bind its name, and the name is
+free again when that process ends, however it ends.
+"""
+
+import ctypes
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError, one_line
+from ..files import run_directory
+from .settings import CommandLine
+
+GIB = 2**30
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to stop. SIGHUP (the terminal was lost) and SIGUSR1 (SLURM's) are as SIGTERM."""
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a rank that was asked to stop, and has saved if it had time to."""
+ENDED_EARLY = (-signal.SIGTERM, -signal.SIGUSR1)
+"""Those of a rank that was asked before it trained."""
+PARENT, FAILURES, LISTENER, DEVICES = "DDP_PARENT", "DDP_FAILURES", "DDP_LISTENER", "DDP_DEVICES"
+"""Variables for the ranks of start_ranks(), besides torchrun's."""
+_locks: dict[str, socket.socket] = {}  # on GPUs, as long as this process lives
+
+
+class Devices(NamedTuple):
+    """The devices of this node's ranks. `visible` is CUDA_VISIBLE_DEVICES for them."""
+
+    names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
+    visible: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int  # as nvidia-smi shows it
+    uuid: str = ""
+    free_memory: float = math.inf  # bytes; inf if unknown
+    users: frozenset[str] = frozenset()  # whose processes compute on it
+
+
+def parse_device_ids(value: object) -> str | list[int | str]:
+    """Return `auto`, `auto:N`, or a list with one device per rank: [0, 2], or ["cpu", "cpu"]."""
+    entries = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    text = ",".join(str(entry).strip() for entry in entries)
+    if re.fullmatch("auto(:[1-9][0-9]{0,3})?", text):
+        return text
+    if re.fullmatch("mps|cpu(,cpu){0,255}|[0-9]{1,9}(,[0-9]{1,9}){0,255}", text):
+        return [int(entry) if entry.isdigit() else entry for entry in text.split(",")]
+    rule = "must be auto, auto:N, or GPU ids or cpu, one per rank"
+    raise ValueError(f"{rule}. Set device_ids=0,2 or device_ids=cpu,cpu.")
+
+
+def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
+    """Return this node's devices, one per rank. Lock its GPUs. Raise ConfigError if they are not there.
+
+    If torchrun has started `num_ranks` ranks here, device_ids=auto takes that many devices.
+    """
+    typed = line.settings.get("device_ids") or "auto"
+    try:
+        wanted = parse_device_ids(typed)
+    except ValueError as error:
+        raise ConfigError(f"device_ids={one_line(typed)}: {error}") from None
+    if "cpu" in wanted or "mps" in wanted:
+        return Devices([str(entry) for entry in wanted])
+    gpus = find_gpus(os.environ)
+    if isinstance(wanted, list):
+        chosen = _named(wanted, gpus)
+        if len(set(wanted)) < len(wanted) and line.get("launch.backend", "auto") != "gloo":
+            rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo"
+            raise ConfigError(f"device_ids={one_line(typed)}: {rule}.")
+        for gpu in set(chosen):
+            lock(gpu.uuid)  # another run may hold it: who names a GPU gets it
+    else:
+        number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
+        chosen = _free(gpus, line, number)
+        if len(chosen) < number and (chosen or wanted != "auto"):
+            remedy = "Ask for fewer, share (launch.share_gpus=true), or set device_ids=cpu,cpu"
+            found = f"{len(chosen)} of {len(gpus)} GPUs can be taken"
+            raise ConfigError(f"device_ids={wanted}: {found}, and {number} are needed. {remedy}.")
+        if not chosen:
+            return Devices(["cpu"] * (number or 1))
+    visible = [*dict.fromkeys(chosen)]
+    names = [f"cuda:{visible.index(gpu)}" for gpu in chosen]
+    for gpu, name in dict(zip(chosen, names, strict=True)).items():
+        print(f"GPU {gpu.index} -> {name}", flush=True)
+    return Devices(names, ",".join(gpu.uuid or str(gpu.index) for gpu in visible))
+
+
+def _named(wanted: Sequence[Any], gpus: Sequence[Gpu]) -> list[Gpu]:
+    by_index = {gpu.index: gpu for gpu in gpus}
+    if missing := [index for index in wanted if index not in by_index]:
+        shown = f"driver and CUDA_VISIBLE_DEVICES show {[*by_index] or 'none'}"
+        problem = f"GPU {missing[0]} does not exist; {shown}"
+        remedy = "Set device_ids=cpu,cpu or auto"
+        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}. {remedy}.")
+    return [by_index[index] for index in wanted]
+
+
+def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
+    """Lock and return `number` GPUs that nobody uses, those with the most free memory; 0: all."""
+    with suppress(ValueError):  # config.py refuses it
+        least = float(line.get("launch.min_free_memory_gib", "2"))
+        gpus = [gpu for gpu in gpus if gpu.free_memory >= least * GIB]
+    is_shared = line.get("launch.share_gpus", "false").lower() == "true"
+    if not is_shared:
+        gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
+    chosen: list[Gpu] = []
+    deadline = time.monotonic() + 10
+    while not lock("chooser") and time.monotonic() < deadline:
+        time.sleep(0.01)  # of two runs that choose at the same time, one gets all that it asks for
+    for gpu in sorted(gpus, key=lambda gpu: -gpu.free_memory):
+        if (len(chosen) < number or not number) and (lock(gpu.uuid) or is_shared):
+            chosen.append(gpu)
+    if holder := _locks.pop("chooser", None):
+        holder.close()
+    return sorted(chosen, key=lambda gpu: gpu.index)
+
+
+def lock(name: str) -> bool:
+    """Lock a GPU until this process ends. Return False if another run has locked it."""
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        if name and sys.platform == "linux":
+            holder.bind(f"\0ddp-template-gpu/{name}")  # the \0 makes it abstract
+    except OSError:
+        holder.close()
+        return False
+    _locks[name] = holder
+    return True
+
+
+def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order."""
+    import pynvml
+
+    mask = environment.get("CUDA_VISIBLE_DEVICES")
+    try:
+        pynvml.nvmlInit()
+        present = [_read(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:  # no NVIDIA driver; torch may know of others, such as AMD's
+        import torch
+
+        return [Gpu(index) for index in range(torch.cuda.device_count())]
+    if mask is None:
+        return present
+    visible: list[Gpu] = []
+    for entry in map(str.strip, mask.split(",")):
+        if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one
+            return [Gpu(0, entry)]
+        of_entry = [
+            gpu
+            for gpu in present
+            if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))
+        ]
+        if len(of_entry) != 1:
+            break  # CUDA, too, ends its list at an entry that it does not know
+        visible += of_entry
+    return visible
+
+
+def _read(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    gpu = Gpu(index, nvml.nvmlDeviceGetUUID(handle))
+    with suppress(nvml.NVMLError):  # not every GPU answers every question
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        users = frozenset(_owner(process.pid) for process in processes)
+        gpu = Gpu(index, gpu.uuid, nvml.nvmlDeviceGetMemoryInfo(handle).free, users)
+    return gpu
+
+
+def _owner(pid: int) -> str:
+    with suppress(OSError):  # in another container, or hidden
+        return str(Path(f"/proc/{pid}").stat().st_uid)
+    return "a process that cannot be seen"
+
+
+def become_multi_node(line: CommandLine) -> None:
+    """Replace this process with scripts/multi_node.sh, which starts torchrun on this node."""
+    address, port = line.get("launch.master_addr", "127.0.0.1"), line.get("launch.master_port", "0")
+    if port == "0" or address == "localhost" or address.startswith("127."):
+        nodes = line.get("launch.nodes", "1")
+        remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0"
+        raise ConfigError(f"launch.nodes={nodes}: all nodes must reach node 0. {remedy}.")
+    variables = {
+        "NNODES": line.get("launch.nodes", "1"),
+        "NODE_RANK": line.get("launch.node_rank", "0"),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "PYTHON": sys.executable,
+    }
+    script = Path(__file__).parents[2] / "scripts" / "multi_node.sh"
+    os.execvpe("bash", ["bash", str(script), *sys.argv[1:]], os.environ | variables)
+
+
+def start_ranks(devices: Devices, line: CommandLine) -> int:
+    """Run this command once per device. The first failure ends all ranks. Return the exit code."""
+    # Rank 0 takes over this socket for the store, so nobody else can take its port meanwhile.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+    failures, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        "WORLD_SIZE": str(len(devices.names)),
+        "LOCAL_WORLD_SIZE": str(len(devices.names)),
+        PARENT: str(os.getpid()),
+        FAILURES: str(sender.fileno()),
+        LISTENER: str(listener.fileno()),
+        DEVICES: json.dumps(devices.names),
+        "CUDA_VISIBLE_DEVICES": devices.visible,
+    }
+    asked: list[int] = []
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # Ctrl-C and a lost terminal reach all processes, and this one decides: ranks start with them ignored.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            pass_fds=[sender.fileno(), listener.fileno()],
+        )
+        for rank in range(len(devices.names))
+    ]
+    for number in heeded:
+        signal.signal(number, lambda number, _: asked.append(number))
+    listener.close()
+    sender.close()
+    try:
+        _watch(ranks, asked)
+        codes = [rank.poll() for rank in ranks]  # None: alive, and killed now
+    finally:
+        for rank in ranks:
+            rank.kill()  # a rank inside a collective answers to nothing else
+        for rank in ranks:
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk
+                rank.wait(30)
+    return _judge(codes, asked, failures, line)
+
+
+def tell_failure(text: str, code: int, rank: Any = None) -> None:
+    """Report why this rank (a ranks.Rank, once it has joined) fails, unless another was first."""
+    if sender := os.environ.get(FAILURES):  # start_ranks() prints the first one
+        with socket.socket(fileno=os.dup(int(sender))) as channel:
+            channel.send(json.dumps([text[-50_000:], code]).encode())
+        return
+    own = first = str(rank and rank.rank)
+    if rank is not None and rank.store is not None:
+        first = ""
+        with suppress(RuntimeError):  # the store is gone, with the rank that failed first
+            first = rank.store.compare_set("failure", "", own).decode()
+    if first == own:
+        print(text, file=sys.__stderr__, flush=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent ends. Exit now if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None:
+    """Wait until all ranks have ended, or one has failed. Hand on the first request to stop."""
+    is_told = False
+    while any(rank.poll() is None for rank in ranks):
+        codes = [rank.poll() for rank in ranks]
+        if not {*codes} <= {None, 0, *STOPPED, *ENDED_EARLY}:
+            time.sleep(0.2)  # ranks that fell together: judge by all
+            return
+        if signal.SIGINT in asked[1:]:
+            return
+        if not asked and {*codes} & {*STOPPED, *ENDED_EARLY}:
+            asked.append(signal.SIGTERM)  # a rank alone was told, perhaps by a scheduler
+        if asked and not is_told:
+            is_told = True
+            with suppress(OSError):  # Ctrl-C has ended `2>&1 | tee log` too
+                print("\nasked to stop: saving within a few steps (Ctrl-C again: at once)", flush=True)
+            for rank in ranks:
+                rank.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+
+
+def _judge(
+    codes: Sequence[int | None], asked: Sequence[int], failures: socket.socket, line: CommandLine
+) -> int:
+    """Print why a rank failed, once. Return the exit code."""
+    fine = (0, *STOPPED, *ENDED_EARLY, None)
+    failed = {rank: code for rank, code in enumerate(codes) if code not in fine}
+    if asked and (not failed or {*codes} & {*ENDED_EARLY}):  # the others lost a peer
+        is_late = all(code == 0 for code in codes)
+        return 0 if is_late else 128 + as_stop(asked[0])
+    if not failed:
+        return 0
+    # A rank that was killed comes first: the others' messages follow from it, as gloo's aborts do.
+    killed = [rank for rank, code in failed.items() if code not in (1, 2, -signal.SIGABRT)]
+    failures.setblocking(False)
+    with suppress(BlockingIOError):
+        message = failures.recv(2**18)  # the first one; later ones may follow from it
+        if not killed:
+            text, code = json.loads(message)
+            print(text, file=sys.stderr, flush=True)
+            return int(code)
+    rank = next(iter(killed or failed))
+    code = failed[rank]
+    how = "ended without a word, or made no progress for launch.timeout_minutes"
+    if code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    how = how.replace("SIGKILL", "SIGKILL (out of memory?)")
+    log = run_directory(line.get("name", "baseline")) / "logs" / f"rank_{rank}.log"
+    print(f"rank {rank} failed: it {how}; see {log}", file=sys.stderr, flush=True)
+    return 1
+
+
+def as_stop(number: int) -> int:
+    """Return SIGINT for Ctrl-C, and SIGTERM for every other stop signal."""
+    return number if number == signal.SIGINT else signal.SIGTERM

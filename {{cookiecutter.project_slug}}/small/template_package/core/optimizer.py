@@ -1,0 +1,105 @@
+"""Builds the optimizer, and computes the learning rate of each step."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..errors import ConfigError
+from .config import OptimizerConfig, ScheduleConfig
+from .task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def choose_optimizer(task: Task, model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Build model.py's optimizer, or several, or else the one below."""
+    built: Any = (task.build_optimizer or build_optimizer)(model, config)
+    optimizer = Optimizers(built) if isinstance(built, list | tuple) else built
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if strange := held - {*model.parameters()}:
+        problem = f"its optimizer has {len(strange)} parameters that the model does not hold"
+        remedy = "Put the loss's module into the model, and call it in forward()"
+        raise ConfigError(f"build_optimizer in model.py: {problem}, and no checkpoint. {remedy}.")
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if missing := [name for name, p in trained if p not in held]:
+        message = "warning: no optimizer has these parameters, so they never change: %s"
+        logger.warning(message, missing[:5])
+    return optimizer
+
+
+class Optimizers(Optimizer):
+    """Makes several optimizers look like one, with all their groups and a single state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        groups = [{"params": [p for g in o.param_groups for p in g["params"]]} for o in optimizers]
+        super().__init__(groups, {})  # it refuses a parameter that two of them hold
+        self._optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for optimizer in optimizers:
+            optimizer.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Build AdamW, Adam or SGD. Biases and norms (fewer than two dimensions) get no weight decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [{**group, "initial_lr": config.learning_rate} for group in groups if group["params"]]
+    # One kernel for all tensors: a third of a small model's step. None: torch chooses.
+    is_sharded = any(isinstance(p, DTensor) for p in parameters)
+    can_fuse = all(p.device.type != "mps" and p.is_floating_point() for p in parameters)
+    fused = True if can_fuse and not (is_sharded and config.name == "sgd") else None
+    beta1, beta2 = config.betas
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
+
+
+def set_learning_rate(
+    optimizer: Optimizer,
+    schedule: ScheduleConfig,
+    peak: float,
+    step: int,
+    total_steps: int,
+    task: Task,
+) -> None:
+    """Set each group's rate: this step's part of the peak, times the group's initial rate."""
+    if task.learning_rate is not None:
+        rate = peak * float(task.learning_rate(step, total_steps))
+    else:
+        rate = learning_rate(schedule, peak, step, total_steps)
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])  # build_optimizer()'s own
+        group["lr"] = rate if initial == peak or peak == 0 else rate * initial / peak
+
+
+def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+    """Return the rate of optimizer step `step`, counted from 1.
+
+    Linear warm-up reaches `peak` at step `warmup_steps`. Linear and cosine decay reach
+    `min_learning_rate` one step after the last.
+    """
+    warmup = schedule.warmup_steps
+    warmup = warmup if warmup >= 1 else round(warmup * total_steps)
+    if step <= warmup:
+        return peak * step / warmup
+    floor = schedule.min_learning_rate
+    progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "linear":
+        return peak + (floor - peak) * progress
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,277 @@
+"""Tells a process which rank it is, joins the process group, and runs collectives.
+
+If there is one rank, there is no process group, and each function acts as if it had done its work.
+"""
+
+import faulthandler
+import io
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ConfigError
+from .config import LaunchConfig
+from .launch import DEVICES, LISTENER, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .settings import CommandLine
+
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among all ranks, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    store: Any = None  # key-value pairs that all ranks reach without a collective
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({socket.gethostname()}, {self.device})"
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0  # it alone prints and writes files
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
+
+    @contextmanager
+    def local_rank_first(self, task: str) -> Iterator[None]:
+        """Run the body on local rank 0, then on the node's others, so a node downloads data once."""
+        key = f"first/{task}/{self.node_rank}"
+        if self.local_rank > 0:
+            self.store.wait([key], timedelta(days=7))  # NCCL's watchdog would abort a collective
+        try:
+            yield
+        finally:
+            if self.local_rank == 0 and self.local_world_size > 1:
+                self.store.set(key, "")
+
+
+def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Rank:
+    """Return this process's rank. If there are several, join their process group.
+
+    `devices` are those of this process alone. Without them, a launcher has started it.
+    """
+    if devices is not None:
+        set_visible(devices)
+        rank = Rank(device=torch.device(devices.names[0]))
+    else:
+        rank = _join_launched(line, launch)
+    if rank.device.type == "cuda":
+        if not torch.cuda.is_available():
+            problem = f"torch {torch.__version__} cannot use it: is it built for this driver's CUDA?"
+            raise ConfigError(f"device_ids: {problem} Set device_ids=cpu, or install another torch.")
+        torch.cuda.set_device(rank.device)  # NCCL's collectives use the current one
+    if rank.world_size > 1:
+        is_nccl = launch.backend == "nccl"
+        is_nccl |= launch.backend == "auto" and rank.device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_nccl else "gloo",  # gloo carries objects and the stop
+            store=dist.PrefixStore("group", rank.store),
+            rank=rank.rank,
+            world_size=rank.world_size,
+            timeout=timedelta(minutes=2 * launch.timeout_minutes),  # a hang is told before
+            device_id=rank.device if is_nccl else None,
+        )
+    return rank
+
+
+def set_visible(devices: Devices) -> None:
+    """Hide the other GPUs from this process. Call this before CUDA starts."""
+    if devices.visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.visible
+
+
+def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
+    numbers = [os.environ.get(name, "") for name in NUMBERS]
+    if not all(number.isdecimal() for number in numbers):
+        remedy = "Unset them and type `python run.py`, or start with torchrun, which sets all"
+        raise ConfigError(f"{', '.join(NUMBERS)}: the environment is half set. {remedy}.")
+    rank, world_size, local_rank, local_size, port = map(int, numbers)
+    node_rank = int(os.environ.get("GROUP_RANK") or rank // local_size)
+    address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    choose_interface(launch.network_interface, address, is_one_machine=world_size == local_size)
+    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
+    torch.set_num_threads(max(1, num_usable_cores() // local_size))
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served: Any = {}
+    if listener := os.environ.get(LISTENER):
+        served = {"master_listen_fd": int(listener)} if rank == 0 else {}
+    store = dist.PrefixStore(
+        f"attempt_{attempt}",  # after a restart, torchrun's store still holds the dead ranks' keys
+        dist.TCPStore(
+            address,
+            port,
+            is_master=rank == 0 and not is_served,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=launch.timeout_minutes),
+            **served,
+        ),
+    )
+    if names := os.environ.get(DEVICES):  # of start_ranks(), which has set CUDA_VISIBLE_DEVICES
+        devices = Devices(json.loads(names))
+    else:
+        key = f"devices/{node_rank}"
+        if local_rank == 0:
+            devices = choose_devices(line, local_size)
+            if len(devices.names) != local_size:
+                problem = f"names {len(devices.names)} devices, but torchrun started {local_size} ranks"
+                raise ConfigError(f"device_ids: {problem} on this node. Make both numbers equal.")
+            store.set(key, json.dumps(devices))
+        devices = Devices(*json.loads(store.get(key)))
+        set_visible(devices)
+    device = torch.device(devices.names[local_rank])
+    return Rank(rank, world_size, local_rank, local_size, node_rank, device, store)
+
+
+def num_usable_cores() -> int:
+    is_linux = hasattr(os, "sched_getaffinity")  # a scheduler may allow fewer than there are
+    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+
+
+def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool) -> None:
+    """Make gloo and NCCL use the network interface `wanted`; by default, gloo the one to `address`."""
+    if wanted is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
+    if is_one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
+        return
+    target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+    lines = Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]
+    routes = [line.split() for line in lines]
+    ways = [
+        (int(row[7], 16).bit_count(), row[0])
+        for row in routes
+        if target & int(row[7], 16) == int(row[1], 16)
+    ]
+    # On node 0, Debian's /etc/hosts gives its own name a loopback address, to which no route leads.
+    os.environ["GLOO_SOCKET_IFNAME"] = max(ways)[1] if ways else routes[0][0]
+
+
+# Collectives
+
+
+def all_reduce(
+    tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Reduce `tensor` over all ranks in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, operation)
+    return tensor
+
+
+def gather_objects(value: Any) -> list[Any] | None:
+    """On rank 0, return the ranks' values, in rank order. On the others, return None."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values
+
+
+def from_main(function: Callable[[], Any]) -> Any:
+    """Call `function` on rank 0 and return its result on every rank. What it raises, all raise."""
+    values: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            values[0] = function()
+        except Exception as error:
+            values[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+    if values[1] is not None:
+        raise values[1]
+    return values[0]
+
+
+def pack(state: Any) -> bytes:
+    """Convert plain values and tensors to bytes, since object collectives fail on tensors."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """Raised in an evaluation when the run is asked to stop. The next start repeats it."""
+
+
+class StopRequest:
+    """Receives stop signals. All ranks stop before the same step or evaluation batch.
+
+    A signal sets a number, and an all-reduce of it starts with each call of code(). The next call
+    reads the result, so that no step waits for it.
+    """
+
+    def __init__(self, rank: Rank, timeout_minutes: float, stacks: Any) -> None:
+        self._received, self._is_alone = 0, rank.world_size == 1
+        self._sent = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+        self._timeout, self._stacks, self._armed_at = 60 * timeout_minutes, stacks, -math.inf
+
+    def listen(self) -> None:
+        """From now on, a stop signal ends the run after a step. Before, it ends the process."""
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
+                signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: object) -> None:
+        if self._received and number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
+        if self._is_alone:
+            print("\nasked to stop: saving within a step (Ctrl-C again: at once)", file=sys.__stderr__)
+        self._received = 128 + as_stop(number)
+
+    def code(self) -> int:
+        """Return 0, or the exit code to stop with: the same on all ranks, which call this alike."""
+        self.beat()
+        if self._is_alone:
+            return self._received
+        if self._work is not None:
+            self._work.wait()
+        code = int(self._sent)
+        self._sent = torch.tensor([self._received], dtype=torch.int32)  # on the CPU: gloo carries it
+        self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
+        return code
+
+    def beat(self) -> None:
+        """Report progress. If none comes for the time-out, faulthandler ends this rank, with its stacks."""
+        if (now := time.monotonic()) > self._armed_at + min(1.0, self._timeout / 10):
+            self._armed_at = now
+            faulthandler.dump_traceback_later(self._timeout, exit=True, file=self._stacks)
+
+    def close(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if self._work is not None:
+            self._work.wait()
+
+
+def leave() -> None:
+    """End the process group, once all ranks have come here: rank 0 may serve their store."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
