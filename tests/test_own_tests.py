@@ -18,7 +18,7 @@ EXAMPLES = CHOICES["example"]
 OTHER_ANSWERS = [
     {"device_ids": "0,2"},
     {"device_ids": "cpu,cpu", "license": "none", "furniture": "none"},
-    *({key: value} for key in ("extra_strategies", "tools", "tracker") for value in CHOICES[key][1:]),
+    *({key: value} for key in ("extra_strategies", "tracker") for value in CHOICES[key][1:]),
 ]
 NAMES = [{"example": example, "package_name": name} for name in ("ab", "z" * 40) for example in EXAMPLES]
 """Each example with a short and with the longest package name, because renaming changes the length of lines."""
