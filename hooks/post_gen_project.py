@@ -70,7 +70,7 @@ SMALL_KEEPS = {
     "template_package": ["__init__.py", "dataset.py", "errors.py", "files.py", "model.py", "tracking/*.py"],
     "tests": ["test_dataset.py", "test_model.py"],
 }
-"""{folder: patterns of its files that size=small shares with size=full}. The folder small/ adds or replaces the rest."""
+"""{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
 NOT_IN_SMALL = {"evaluation.max_batches"}
 """Keys that an example sets and that the config.yaml of size=small does not have."""
 

@@ -52,7 +52,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     files = files_of(project)
     assert set(files) == expected_files(template, chosen)
 
-    leftovers = re.compile(rb"template_package|template_only|cookiecutter\.\w|\{%|# only with ")
+    leftovers = re.compile(rb"template_package|template_only|cookiecutter\.(?!json)\w|\{%|# only with ")
     page = f"{chosen['package_name']}/commands/report/page.html"  # the project renders it itself, with Jinja too
     assert [name for name, content in files.items() if leftovers.search(content) and name != page] == []
     assert compileall.compile_dir(project, quiet=2)
