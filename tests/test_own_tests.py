@@ -24,6 +24,7 @@ NAMES = [{"example": example, "package_name": name} for name in ("ab", "z" * 40)
 """Each example with a short and with the longest package name, because renaming changes the length of lines."""
 ANSWERS = [answers | names for answers, names in zip(OTHER_ANSWERS, itertools.cycle(NAMES))]
 """Each of OTHER_ANSWERS, joined with one of NAMES. Together they contain all of NAMES."""
+SMALL = [names | {"size": "small"} for names in NAMES]
 QUICK = [f"tests/test_{name}.py" for name in ("config", "model", "dataset")]
 CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "."])
 
@@ -69,7 +70,13 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ANSWERS, ids=named)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
+    assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ANSWERS + SMALL, ids=named)
 def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
     project = bake(template, tmp_path, **answers)
     for words in CHECKS:
