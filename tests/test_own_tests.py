@@ -69,8 +69,9 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
     assert num_passed(bake(template, tmp_path, **answers), *QUICK) > 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [EXAMPLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:])]
+)
 def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
     assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
 
