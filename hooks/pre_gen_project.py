@@ -62,9 +62,14 @@ def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
     if answers["extra_strategies"] != "none" and answers["size"] != "full":
         problems["extra_strategies"] = "it needs the full size. Use extra_strategies=none, or add size=full"
     if "tools" in answers:
-        size = "full" if answers["tools"] == "all" else "small"
-        problems["tools"] = f"the question is called size since version 0.3. Use size={size}"
+        remedy = f"Use size={size_of_tools(answers['tools'])}"
+        problems["tools"] = f"the question is called size since version 0.3. {remedy}"
     return problems
+
+
+def size_of_tools(tools: str) -> str:
+    """Return the answer to `size` that the answer to the former question `tools` stands for."""
+    return "small" if tools == "none" else "full"
 
 
 def text_problem(text: str) -> str | None:
@@ -142,6 +147,8 @@ def typed_tools() -> dict[str, str]:
 def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
     """Return the command line that asks again and keeps the good answers."""
     good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
+    if "tools" in answers:
+        good["size"] = size_of_tools(answers["tools"])
     template = answers.get("_template", "TEMPLATE")
     if "_output_dir" not in answers:  # cruft
         return shlex.join(["cruft", "create", template, "--extra-context", json.dumps(good)])

@@ -72,6 +72,8 @@ def test_question_that_is_gone_is_refused_on_the_command_line(
     result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", tools=tools, project_name="tools=x")
     assert result.returncode == 1
     assert f"tools={tools!r}: the question is called size since version 0.3. Use size={size}\n" in result.stdout
+    command = next(line for line in result.stdout.splitlines() if line.startswith("  cookiecutter "))
+    assert f" size={size} " in command and " tools=" not in command
     assert not list((tmp_path / "out").iterdir())
 
 
