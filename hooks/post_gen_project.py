@@ -1,7 +1,7 @@
 """Turns the rendered folder into the project that was asked for, then runs the project's smoke test.
 
-First the hook puts the chosen example, license, tracker and devices in place, removes the files that were not chosen,
-and renames `template_package`. The same answers always give the same bytes; cruft relies on that. Then
+First the hook puts the chosen size, example, license, tracker and devices in place, removes the files that were not
+chosen, and renames `template_package`. The same answers always give the same bytes; cruft relies on that. Then
 template_only/first_smoke_test.py of the rendered folder runs the smoke test. The project is kept whatever the result,
 unless DDP_TEMPLATE_STRICT=1. The hook runs on Python 3.10 without any library. Its only Jinja is the line RAW.
 """
@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 RAW = r"""{{ cookiecutter | tojson }}"""
@@ -38,17 +38,6 @@ ONLY_WITH = {
             "template_package/launching/horovodrun.py",
             "scripts/install_horovod.sh",
             LIBRARY_ENVIRONMENT,
-        ],
-    },
-    "tools": {
-        "all": [
-            "template_package/commands/benchmark",
-            "template_package/commands/doctor",
-            "template_package/commands/report",
-            "template_package/commands/sweep",
-            "template_package/extras",
-            "template_package/options_benchmark.py",
-            "config.yaml:benchmark",
         ],
     },
     "furniture": {
@@ -74,8 +63,16 @@ ONLY_WITH = {
 
 The answer `all` stands for every answer to its question.
 """
-NEVER = ("examples", "template_only", "tests/machinery")
-"""Folders of the template that no project holds."""
+NEVER = ("examples", "small", "template_only")
+"""Folders of the template that no project holds, after their files have been used."""
+SMALL_KEEPS = {
+    "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
+    "template_package": ["__init__.py", "dataset.py", "errors.py", "files.py", "model.py", "tracking/*.py"],
+    "tests": ["test_dataset.py", "test_model.py"],
+}
+"""{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
+NOT_IN_SMALL = {"evaluation.max_batches"}
+"""Keys that an example sets and that the config.yaml of size=small does not have."""
 
 
 def main() -> int:
@@ -101,19 +98,25 @@ def main() -> int:
 def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     """Keep only the chosen files, set the chosen values, and rename the package."""
     config, pyproject = project / "config.yaml", project / "pyproject.toml"
-    text = install_example(project, answers["example"], config.read_text(encoding="utf-8"))
-    text = set_value(text, "device_ids", device_ids_as_yaml(answers["device_ids"]))
-    text = set_value(text, "logging.tracker", answers["tracker"])
-    if answers["license"] != "none":
-        (project / "template_only" / "licenses" / answers["license"]).rename(project / "LICENSE")
-    for path in (*NEVER, *paths_not_chosen(answers)):
+    for path in (*paths_not_chosen(answers), "tests/machinery"):
         if path.startswith("config.yaml:"):
-            text = remove_section(text, path.removeprefix("config.yaml:"))
+            text = remove_section(config.read_text(encoding="utf-8"), path.removeprefix("config.yaml:"))
+            config.write_text(text, encoding="utf-8", newline="\n")
         elif (project / path).is_dir():
             shutil.rmtree(project / path)
         else:
             (project / path).unlink()
+    if answers["size"] == "small":
+        take_small_files(project)
+    text = config.read_text(encoding="utf-8")
+    text = install_example(project, answers["example"], text, NOT_IN_SMALL if answers["size"] == "small" else ())
+    text = set_value(text, "device_ids", device_ids_as_yaml(answers["device_ids"]))
+    text = set_value(text, "logging.tracker", answers["tracker"])
     config.write_text(text, encoding="utf-8", newline="\n")
+    if answers["license"] != "none":
+        (project / "template_only" / "licenses" / answers["license"]).rename(project / "LICENSE")
+    for folder in filter(Path.is_dir, (project / name for name in NEVER)):
+        shutil.rmtree(folder)
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
@@ -137,10 +140,26 @@ def paths_not_chosen(answers: Mapping[str, str]) -> list[str]:
     return sorted(all_paths - chosen)
 
 
-def install_example(project: Path, example: str, config: str) -> str:
+def take_small_files(project: Path) -> None:
+    """Remove the files that only size=full has, and move those of small/ to their places."""
+    for folder, patterns in SMALL_KEEPS.items():
+        kept = {path for pattern in patterns for path in (project / folder).glob(pattern)}
+        for path in sorted((project / folder).rglob("*"), reverse=True):  # files before the folders that hold them
+            if path.is_file() and path not in kept:
+                path.unlink()
+            elif path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+    small = project / "small"
+    for source in filter(Path.is_file, list(small.rglob("*"))):
+        target = project / source.relative_to(small)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(target)
+
+
+def install_example(project: Path, example: str, config: str, left_out: Collection[str] = ()) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    The example `image` has no folder, because its files are in place already.
+    The example `image` has no folder, because its files are in place already. left_out: keys that are not changed.
     """
     folder = project / "examples" / example
     if not folder.is_dir():
@@ -158,7 +177,8 @@ def install_example(project: Path, example: str, config: str) -> str:
             config = config[: old.start()] + block + config[old.end() :]
         else:
             for name, value in re.findall(r"^ +(\w+): *(.*?)(?: +#.*)?$", block, re.MULTILINE):
-                config = set_value(config, f"{section}.{name}", value)
+                if f"{section}.{name}" not in left_out:
+                    config = set_value(config, f"{section}.{name}", value)
     return config
 
 

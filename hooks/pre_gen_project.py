@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import keyword
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -56,7 +59,17 @@ def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
         problems["package_name"] = f"it must {rule}. Use package_name={suggest_package(answers['package_name'])}"
     if problem := device_ids_problem(answers["device_ids"]):
         problems["device_ids"] = problem
+    if answers["extra_strategies"] != "none" and answers["size"] != "full":
+        problems["extra_strategies"] = "it needs the full size. Use extra_strategies=none, or add size=full"
+    if "tools" in answers:
+        remedy = f"Use size={size_of_tools(answers['tools'])}"
+        problems["tools"] = f"the question is called size since version 0.3. {remedy}"
     return problems
+
+
+def size_of_tools(tools: str) -> str:
+    """Return the answer to `size` that the answer to the former question `tools` stands for."""
+    return "small" if tools == "none" else "full"
 
 
 def text_problem(text: str) -> str | None:
@@ -117,9 +130,25 @@ def device_ids_problem(text: str) -> str | None:
     return None
 
 
+def typed_tools() -> dict[str, str]:
+    """Return {"tools": ANSWER} if cookiecutter's command line has it, as old notes and old projects' scripts do.
+
+    Cookiecutter drops answers to questions that do not exist, so RAW does not show it.
+    """
+    parent, words = os.getppid(), []
+    if Path(f"/proc/{parent}/cmdline").exists():
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    elif shutil.which("ps"):
+        command = ["ps", "-ww", "-o", "args=", "-p", str(parent)]
+        words = subprocess.run(command, check=False, stdout=subprocess.PIPE, encoding="utf-8").stdout.split()
+    return dict(word.split("=", 1) for word in words if word.startswith("tools="))
+
+
 def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
     """Return the command line that asks again and keeps the good answers."""
     good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
+    if "tools" in answers:
+        good["size"] = size_of_tools(answers["tools"])
     template = answers.get("_template", "TEMPLATE")
     if "_output_dir" not in answers:  # cruft
         return shlex.join(["cruft", "create", template, "--extra-context", json.dumps(good)])
@@ -129,7 +158,7 @@ def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> s
 
 
 def main() -> int:
-    answers = json.loads(RAW)
+    answers = json.loads(RAW) | typed_tools()
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)

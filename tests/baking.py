@@ -20,7 +20,6 @@ ONLY_WITH = {
     "deepspeed|/zero/": [("extra_strategies", "deepspeed")],
     "horovod": [("extra_strategies", "horovod")],
     "library_environment": [("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")],
-    "doctor|benchmark|commands/report|commands/sweep|/extras/": [("tools", "all")],
     r"^\.(?!git|template)|^\.github|^Dockerfile|^AGENTS|^CITATION": [("furniture", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],
@@ -28,6 +27,15 @@ ONLY_WITH = {
     "trackio": [("tracker", "trackio")],
 }
 """{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
+IN_BOTH_SIZES = re.compile(
+    r"[^/]+|\.\w+/.+"  # the files of the top folder, and those for CI, containers and editors
+    r"|template_package/(__init__|dataset|errors|files|model|tracking/(?!__init__)\w+)\.py"
+    r"|scripts/(multi_node|torchrun|update_from_template)\.sh"
+    r"|tests/test_(dataset|model)\.py"
+)
+"""Pattern of the files that size=small shares with size=full."""
+SETTINGS = {"size": "full", "smoke_test": "skip"}
+"""What bake() answers unless a test says otherwise. Most tests are about what only the full size has."""
 FOREIGN = ("DDP_TEMPLATE_", "CONDA_", "VIRTUAL_ENV", "PYTEST_", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
 
 
@@ -44,13 +52,13 @@ def export_template(destination: Path) -> Path:
 
 def bake(template: Path, output_dir: Path, overwrite: bool = False, /, **answers: str) -> Path:
     """Make a project without running its smoke test. Return the project's folder."""
-    context = {"smoke_test": "skip", **answers}
-    options = {"no_input": True, "overwrite_if_exists": overwrite, "extra_context": context}
+    options = {"no_input": True, "overwrite_if_exists": overwrite, "extra_context": {**SETTINGS, **answers}}
     return Path(cookiecutter(str(template), output_dir=str(output_dir), **options))
 
 
 def cookiecutter_command(template: Path, output_dir: Path, answers: Mapping[str, str], python: str) -> list[str]:
-    pairs = [f"{key}={value}" for key, value in answers.items()]
+    """Return the command that makes a project. Its size is full, unless the answers say otherwise."""
+    pairs = [f"{key}={value}" for key, value in {"size": "full", **answers}.items()]
     return [python, "-m", "cookiecutter", str(template), "--no-input", "-o", str(output_dir), *pairs]
 
 
@@ -86,10 +94,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def default_answers() -> dict[str, str]:
-    """Return the first choice of each multiple-choice question, and the default name of the package."""
+    """Return bake()'s answers to the multiple-choice questions, and the default name of the package."""
     questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
     choices = {key: value[0] for key, value in questions.items() if isinstance(value, list) and key[0] != "_"}
-    return choices | {"package_name": "ddp_experiment"}
+    return choices | SETTINGS | {"package_name": "ddp_experiment"}
 
 
 def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
@@ -98,7 +106,11 @@ def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
     These rules match parts of names, while the hook lists whole paths. So a file that the hook forgets is noticed.
     """
     names = set(files_of(template / PROJECT))
-    chosen = {name for name in names if not name.startswith(("examples/", "template_only/", "tests/machinery/"))}
+    not_of_a_project = ("examples/", "small/", "template_only/", "tests/machinery/")
+    chosen = {name for name in names if not name.startswith(not_of_a_project)}
+    if answers["size"] == "small":
+        small = {name.removeprefix("small/") for name in names if name.startswith("small/")}
+        chosen = {name for name in chosen if IN_BOTH_SIZES.fullmatch(name)} | small
     for name in names:
         if name.startswith(f"examples/{answers['example']}/") and not name.endswith("config.yaml"):
             file = name.rpartition("/")[2]

@@ -21,6 +21,8 @@ GOOD = {
     "description": "",
     "author_name": "",
     "device_ids": "auto",
+    "size": "full",
+    "extra_strategies": "none",
 }
 REFUSED = {
     "project_name": ["", "   ", "two\nlines", "tab\there", "bell\a", "half \ud83d", "line\u2028separator"],
@@ -52,6 +54,27 @@ def test_bad_answer_is_refused_by_its_key(key: str, value: str) -> None:
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key in ACCEPTED for value in ACCEPTED[key]])
 def test_good_answer_is_accepted(key: str, value: str) -> None:
     assert find_problems(GOOD | {key: value}) == {}
+
+
+def test_extra_strategies_need_the_full_size() -> None:
+    for strategies in ("accelerate", "deepspeed", "horovod", "all"):
+        assert find_problems(GOOD | {"extra_strategies": strategies}) == {}
+        problems = find_problems(GOOD | {"extra_strategies": strategies, "size": "small", "device_ids": "0,cpu"})
+        assert list(problems) == ["device_ids", "extra_strategies"]
+        assert problems["extra_strategies"].endswith("Use extra_strategies=none, or add size=full")
+
+
+@pytest.mark.parametrize(("tools", "size"), [("all", "full"), ("none", "small")])
+def test_question_that_is_gone_is_refused_on_the_command_line(
+    template: Path, tmp_path: Path, tools: str, size: str
+) -> None:
+    """Cookiecutter would ignore it, and an old project's update script would make a small project of a full one."""
+    result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", tools=tools, project_name="tools=x")
+    assert result.returncode == 1
+    assert f"tools={tools!r}: the question is called size since version 0.3. Use size={size}\n" in result.stdout
+    command = next(line for line in result.stdout.splitlines() if line.startswith("  cookiecutter "))
+    assert f" size={size} " in command and " tools=" not in command
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_suggested_name_is_always_a_good_one() -> None:

@@ -17,23 +17,27 @@ import pytest
 import yaml
 
 from baking import PROJECT, ROOT, bake, default_answers, expected_files, files_of, plain_environment
+from post_gen_project import NOT_IN_SMALL
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 CHOICES = {key: value for key, value in QUESTIONS.items() if isinstance(value, list) and not key.startswith("_")}
 SINGLE = [{key: value} for key, values in CHOICES.items() if key != "smoke_test" for value in values]
 COMBINED = [
-    {"example": "stub", "tools": "none", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
+    {"example": "stub", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
     {"example": "stub", "tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
     {"example": "folder", "tracker": "none", "extra_strategies": "all", "license": "Apache-2.0"},
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
-    {"example": "text", "tools": "none", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
+    {"example": "text", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
     {"example": "gpt", "tracker": "none", "license": "none", "package_name": "ab"},
+    {"example": "text", "tracker": "none", "furniture": "none", "package_name": "ab", "size": "small"},
+    *({"example": example, "size": "small"} for example in CHOICES["example"][1:]),
+    *({"tracker": tracker, "size": "small"} for tracker in CHOICES["tracker"][1:]),
 ]
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 LIBRARY_OF = {
     "tracker": dict(zip(TRACKERS, TRACKERS, strict=True)),
     "example": dict.fromkeys(("image", "folder"), "scikit-learn"),
-    "tools": {"all": "matplotlib"},
+    "size": {"full": "matplotlib"},
 }
 
 
@@ -48,7 +52,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     files = files_of(project)
     assert set(files) == expected_files(template, chosen)
 
-    leftovers = re.compile(rb"template_package|template_only|cookiecutter\.\w|\{%|# only with ")
+    leftovers = re.compile(rb"template_package|template_only|cookiecutter\.(?!json)\w|\{%|# only with ")
     page = f"{chosen['package_name']}/commands/report/page.html"  # the project renders it itself, with Jinja too
     assert [name for name, content in files.items() if leftovers.search(content) and name != page] == []
     assert compileall.compile_dir(project, quiet=2)
@@ -57,7 +61,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     assert b"\n\n\n" not in files["config.yaml"]
     assert config["logging"]["tracker"] == chosen["tracker"]
     assert ("deepspeed" in config) == (chosen["extra_strategies"] in {"deepspeed", "all"})
-    assert ("benchmark" in config) == (chosen["tools"] == "all")
+    assert ("benchmark" in config) == (chosen["size"] == "full")
     is_classifier = chosen["example"] not in ("gpt", "stub")
     assert (config["evaluation"]["metric"], config["evaluation"]["mode"]) == (
         ("accuracy", "max") if is_classifier else ("loss", "min")
@@ -74,7 +78,7 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     assert libraries & optional == wanted
 
 
-def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
+def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
     """List the names by hand, because expected_files() could have the same mistake as the hook."""
     project = bake(template, tmp_path)
     files = ".gitignore .template.json LICENSE README.md config.yaml constraints.txt pyproject.toml run.py"
@@ -91,6 +95,40 @@ def test_top_of_the_default_project(template: Path, tmp_path: Path) -> None:
     assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
 
 
+def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_path: Path) -> None:
+    """List the shared files by hand, for the same reason. So a new file must be small's own, or be named here."""
+    full, small = (bake(template, tmp_path / size, size=size) for size in ("full", "small"))
+    assert {path.name for path in small.iterdir()} == {path.name for path in full.iterdir()}
+    own = {name.removeprefix("small/") for name in files_of(template / PROJECT) if name.startswith("small/")}
+    package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
+    shared = {f"ddp_experiment/{name}" for name in package}
+    shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
+    shared |= {"tests/test_dataset.py", "tests/test_model.py"}
+    names = {name for name in files_of(small) if name.startswith(("ddp_experiment/", "scripts/", "tests/"))}
+    assert names - {name.replace("template_package", "ddp_experiment") for name in own} <= shared <= names
+    assert {"run.py", "config.yaml", "README.md", "template_package/trainer.py"} <= own
+
+
+def test_new_file_of_the_full_size_is_not_in_a_small_project(template: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(template, tmp_path / "template"))
+    new = "template_package/new.py template_package/tracking/new/a.py scripts/new.sh tests/test_new.py".split()
+    for name in new:
+        (changed / PROJECT / name).parent.mkdir(exist_ok=True)
+        (changed / PROJECT / name).touch()
+    before, after = (bake(source, tmp_path / source.name / "out", size="small") for source in (template, changed))
+    assert set(files_of(after)) == set(files_of(before))
+    full = files_of(bake(changed, tmp_path / "full"))
+    assert {name.replace("template_package", "ddp_experiment") for name in new} <= set(full)
+
+
+def test_keys_that_only_the_full_size_has_are_left_out_of_small_examples(template: Path) -> None:
+    config = yaml.safe_load((template / PROJECT / "small" / "config.yaml").read_text(encoding="utf-8"))
+    examples = [yaml.safe_load(path.read_text("utf-8")) for path in (template / PROJECT).glob("examples/*/config.yaml")]
+    for section, name in (key.split(".") for key in NOT_IN_SMALL):
+        assert name not in config[section]
+        assert any(name in example.get(section, {}) for example in examples)
+
+
 def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -> None:
     project = bake(template, tmp_path, example="stub")
     files = {name for name in files_of(project) if name.startswith("ddp_experiment/")}
@@ -100,9 +138,10 @@ def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -
     assert {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("ddp_experiment/")} == files
 
 
+@pytest.mark.parametrize("size", ["full", "small"])
 @pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt"])
-def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path, example: str) -> None:
-    project = bake(template, tmp_path, example=example)
+def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path, example: str, size: str) -> None:
+    project = bake(template, tmp_path, example=example, size=size)
     source = template / PROJECT / "examples" / example
     for name in ("model.py", "dataset.py"):
         assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
@@ -115,7 +154,8 @@ def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path,
     assert config["model"] == changes.pop("model")
     assert "evaluation" in changes
     for section, values in changes.items():
-        assert config[section].items() > values.items()
+        kept = {key: value for key, value in values.items() if size == "full" or f"{section}.{key}" not in NOT_IN_SMALL}
+        assert config[section].items() >= kept.items()
 
 
 def test_same_answers_give_the_same_bytes(template: Path, tmp_path: Path) -> None:
@@ -143,7 +183,7 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
         encoding="utf-8",
         timeout=30,
     )
-    replies = ["My Net", "", "", "", "", "2", "cpu", "", "2", "2", "5", "4", "3"]
+    replies = ["My Net", "", "", "", "", "2", "cpu", "2", "", "2", "5", "4", "3"]
     visible = [key for key in QUESTIONS if not key.startswith("_")]
     assert len(replies) == len(visible)
     for key, reply in zip(visible, replies, strict=True):
@@ -156,6 +196,6 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
     assert child.exitstatus == 0
     config = yaml.safe_load((tmp_path / "my-net" / "config.yaml").read_text(encoding="utf-8"))
     assert (config["device_ids"], config["logging"]["tracker"]) == ("cpu", "none")
-    assert not (tmp_path / "my-net" / "my_net" / "commands" / "doctor").exists()
+    assert (tmp_path / "my-net" / "my_net" / "commands" / "doctor").exists()
     assert not (tmp_path / "my-net" / "LICENSE").exists()
     assert not (tmp_path / "my-net" / "Dockerfile").exists()

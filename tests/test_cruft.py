@@ -18,6 +18,7 @@ ANSWERS = {
     "package_name": "net",
     "description": 'with "quotes" and \\',
     "example": "stub",
+    "size": "full",
     "tracker": "none",
     "device_ids": "0,2",
 }

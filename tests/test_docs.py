@@ -93,7 +93,7 @@ def same_line(shown: str, printed: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_commands_of_the_tutorial_print_what_it_shows(template: Path, tmp_path: Path) -> None:
-    project = bake(template, tmp_path, project_name="Spirals", example="stub", tools="all")
+    project = bake(template, tmp_path, project_name="Spirals", example="stub")
     blocks = read_blocks(ROOT / "docs" / "tutorial.md")
     output, num_lines = "", 0
     environment = plain_environment({"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"})

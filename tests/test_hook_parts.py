@@ -57,7 +57,7 @@ def test_no_blank_lines_pile_up_where_a_section_was() -> None:
 def test_file_of_several_answers_stays_with_each_of_them() -> None:
     shared = "template_package/strategies/library_environment.py"
     for answer, is_removed in {"none": True, "accelerate": False, "horovod": False, "all": False}.items():
-        removed = paths_not_chosen({"extra_strategies": answer, "tools": "all", "furniture": "all", "tracker": "none"})
+        removed = paths_not_chosen({"extra_strategies": answer, "furniture": "all", "tracker": "none"})
         assert (shared in removed) == is_removed
         assert ("scripts/install_horovod.sh" in removed) == (answer not in {"horovod", "all"})
 

@@ -18,12 +18,13 @@ EXAMPLES = CHOICES["example"]
 OTHER_ANSWERS = [
     {"device_ids": "0,2"},
     {"device_ids": "cpu,cpu", "license": "none", "furniture": "none"},
-    *({key: value} for key in ("extra_strategies", "tools", "tracker") for value in CHOICES[key][1:]),
+    *({key: value} for key in ("extra_strategies", "tracker") for value in CHOICES[key][1:]),
 ]
 NAMES = [{"example": example, "package_name": name} for name in ("ab", "z" * 40) for example in EXAMPLES]
 """Each example with a short and with the longest package name, because renaming changes the length of lines."""
 ANSWERS = [answers | names for answers, names in zip(OTHER_ANSWERS, itertools.cycle(NAMES))]
 """Each of OTHER_ANSWERS, joined with one of NAMES. Together they contain all of NAMES."""
+SMALL = [names | {"size": "small"} for names in NAMES]
 QUICK = [f"tests/test_{name}.py" for name in ("config", "model", "dataset")]
 CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "."])
 
@@ -68,8 +69,15 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
     assert num_passed(bake(template, tmp_path, **answers), *QUICK) > 10
 
 
+@pytest.mark.parametrize(
+    "example", [EXAMPLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:])]
+)
+def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
+    assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ANSWERS, ids=named)
+@pytest.mark.parametrize("answers", ANSWERS + SMALL, ids=named)
 def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
     project = bake(template, tmp_path, **answers)
     for words in CHECKS:

@@ -10,7 +10,7 @@ from pathlib import Path
 from baking import PROJECT, ROOT
 
 QUESTIONS = (
-    "project_name project_slug package_name description author_name example device_ids extra_strategies tools "
+    "project_name project_slug package_name description author_name example device_ids size extra_strategies "
     "furniture tracker license smoke_test"
 ).split()
 

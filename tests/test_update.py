@@ -1,4 +1,4 @@
-"""Tests of scripts/update_from_template.sh: a project with its own changes is updated to two new template versions."""
+"""Tests of scripts/update_from_template.sh: a project with its own changes follows new versions and other answers."""
 
 from __future__ import annotations
 
@@ -117,3 +117,74 @@ def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_p
     names = {"net/trainer.py": "UU", "net/new.py": "D ", ".template.json": "M "}
     assert status == {(project / name).relative_to(top).as_posix(): state for name, state in names.items()}
     assert read_origin(project)["commit"] == third
+
+
+@pytest.fixture
+def repository(template: Path, tmp_path: Path) -> Path:
+    commit(folder := Path(shutil.copytree(template, tmp_path / "template")))
+    return folder
+
+
+def files_beside_git(project: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(project).items() if not name.startswith(".git/")}
+
+
+def test_another_answer_changes_its_files_and_keeps_the_owners_changes(repository: Path, tmp_path: Path) -> None:
+    project = bake(repository, tmp_path / "work", **ANSWERS)
+    edit(project / "net" / "trainer.py", '"""', '# mine\n"""')
+    (project / "net" / "own.py").touch()
+    commit(project)
+    assert update(project, str(repository), "trackre=none") == (1, "error: trackre is not a question of the template\n")
+    code, output = update(project, str(repository), "size=middle")
+    assert code == 1
+    assert "middle provided for choice variable size, but the choices are" in output
+    assert git(project, "status", "--porcelain") == ""
+
+    code, output = update(project, "tracker=none", str(repository), "HEAD", "extra_strategies=accelerate")
+    assert code == 0, output
+    changed = ANSWERS | {"tracker": "none", "extra_strategies": "accelerate"}
+    expected = files_of(bake(repository, tmp_path / "expected", **changed))
+    assert "net/strategies/accelerate.py" in expected and "net/tracking/tensorboard.py" not in expected
+    expected["net/trainer.py"] = expected["net/trainer.py"].replace(b'"""', b'# mine\n"""', 1)
+    assert files_beside_git(project) == expected | {"net/own.py": b""}  # .template.json holds the new answers
+
+
+def test_small_project_becomes_a_full_one(repository: Path, tmp_path: Path) -> None:
+    project = bake(repository, tmp_path / "work", **ANSWERS, size="small")
+    (project / "net" / "model.py").write_text("MINE = True\n", encoding="utf-8")
+    commit(project)
+    code, output = update(project, str(repository), "size=full")
+    assert code == 0, output
+    full = files_of(bake(repository, tmp_path / "full", **ANSWERS))
+    assert files_beside_git(project) == full | {"net/model.py": b"MINE = True\n"}
+
+
+def make_old(repository: Path) -> None:
+    """Change the template so that it asks the question `tools` in place of `size`, as version 0.2 did."""
+    edit(repository / "cookiecutter.json", '"size": ["small", "full"]', '"tools": ["all", "none"]')
+    edit(repository / "hooks" / "pre_gen_project.py", " | typed_tools()", "")
+    edit(repository / "hooks" / "pre_gen_project.py", '"tools" in answers', "False")
+    shutil.rmtree(repository / PROJECT / "small", ignore_errors=True)
+    files = [
+        *(repository / "hooks").glob("*.py"),
+        *(repository / PROJECT / name for name in ("pyproject.toml", "README.md")),
+    ]
+    for path in files:
+        text = path.read_text(encoding="utf-8").replace('answers["size"]', '"full"')
+        text = text.replace("with size=full", "with tools=all").replace('.size == "full"', '.tools == "all"')
+        path.write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("tools", ["all", "none"])
+def test_project_that_answered_tools_becomes_a_full_one(template: Path, tmp_path: Path, tools: str) -> None:
+    repository = Path(shutil.copytree(template, tmp_path / "template"))
+    make_old(repository)
+    commit(repository)
+    project = bake(repository, tmp_path / "work", **ANSWERS, tools=tools)
+    assert '"tools": ' in (project / ".template.json").read_text(encoding="utf-8")
+    commit(project)
+    shutil.copytree(template, repository, dirs_exist_ok=True)
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    assert files_beside_git(project) == files_of(bake(repository, tmp_path / "full", **ANSWERS))

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def train(binaries: Path, folder: Path) -> Path:
     """Make a project, train it, run a sweep and write the sweep's report. Return the project's folder."""
-    answers = ["--no-input", "--default-config", "-o", str(folder), "project_name=Digits", "smoke_test=skip"]
+    answers = ["--no-input", "--default-config", "-o", str(folder), "project_name=Digits", "size=full"]
+    answers.append("smoke_test=skip")
     subprocess.run([binaries / "cookiecutter", ROOT, *answers], check=True)
     project = folder / "digits"
     page = (ROOT / "docs/how-to/sweeps.md").read_text(encoding="utf-8")

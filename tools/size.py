@@ -4,7 +4,7 @@ A budget may only be lowered, unless DECISIONS.md gives a reason to raise it. An
 
 Code is counted in tokens: names, operators, numbers and strings. So comments and blanks cost nothing, a docstring costs
 one token, and dense lines gain nothing. A module is a file of the project's package. Some numbers come from a real run
-on two CPU ranks, in a project without tools: SPY logs each call of the project's functions, in every process.
+on two CPU ranks, in either size: SPY logs each call of the project's functions, in every process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from baking import export_template, plain_environment, run_cookiecutter
 
 PACKAGE = "ddp_experiment"
-MAX_TOKENS = {"none": 41_100, "all": 51_800}  # of package and run.py, with tools=none and all; README.md names them
+MAX_TOKENS = {"small": 13_000, "full": 51_800}  # of package and run.py in each size; README.md names them
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
 RUN = ["run.py", "device_ids=cpu,cpu", "training.global_batch_size=2", "logging.every_steps=1000000"]
@@ -68,49 +68,59 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         budget = "" if self.budget is None else f" of {self.budget:,}"
-        aim = "" if self.aim is None else f" (aim {self.aim:,})"
+        aim = "" if self.aim in (None, self.budget) else f" (aim {self.aim:,})"
         return f"{self.value:,}{budget} {self.unit}{aim}"
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         template = export_template(Path(folder, "template"))
-        none = make_project(template, Path(folder, "none"), tools="none")
-        full = make_project(template, Path(folder, "all"), tools="all")
-        calls = log_run(none, Path(folder, "spy"))
-        package, tests = package_files(full), python_files(full, "tests")
-        first_step, step = files_before(calls, "train_step"), files_of_a_step(calls)
+        small = make_project(template, Path(folder, "small"), size="small")
+        full = make_project(template, Path(folder, "full"), size="full")
+        small_package, full_package = package_files(small), package_files(full)
+        trainer = {"run.py", f"{PACKAGE}/trainer.py", *python_files(small, f"{PACKAGE}/core")}
         is_within_budget = [
-            print_files("package and run.py, tools=none", none, package_files(none), 43, MAX_TOKENS["none"]),
-            print_files("package and run.py, tools=all", full, package, 51, MAX_TOKENS["all"], aim_tokens=42_000),
-            print_files("tests", full, tests, 11, 11_750, aim_tokens=11_500),
-            print_files("modules that a run on two ranks imports", none, imported_modules(none, calls), 33, 37_000),
-            print_files("files that one train_step() passes", none, step, 7, 9_200),
-            print_files("modules that trainer.py imports", none, modules_of_trainer(none), 16),
-            print_files("files from the command to run_fn", none, files_before(calls, "run_fn"), 11),
-            print_files("files from the command to a step's end", none, first_step | step, 31, aim_files=14),
-            print_files("files from SIGTERM to the run's end", none, files_after_sigterm(calls), 18, aim_files=8),
-            print_density("a line of code in the package", full, package, 10.3),
-            print_density("a line of code in the tests", full, tests, 11.0),
-            print_private_names(full, package, 19),
+            print_files("small: package and run.py", small, small_package, 16, MAX_TOKENS["small"]),
+            print_files("small: run.py, trainer.py and core", small, trainer, max_tokens=10_000, max_lines=1_100),
+            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_000),
+            *print_flows("small", small, Path(folder, "spy-small"), max_to_step=14, max_from_sigterm=8),
+            print_files("full: package and run.py", full, full_package, 51, MAX_TOKENS["full"], aim_tokens=42_000),
+            print_files("full: tests", full, python_files(full, "tests"), 11, 11_750, aim_tokens=11_500),
+            print_files("full: modules that trainer.py imports", full, modules_of_trainer(full), 16),
+            *print_flows("full", full, Path(folder, "spy-full"), max_to_step=32, max_from_sigterm=18),
+            print_density("small: a line of code in the package", small, small_package, 9.0),
+            print_density("full: a line of code in the package", full, full_package, 10.3),
+            print_density("full: a line of code in the tests", full, python_files(full, "tests"), 11.0),
+            print_private_names(full, full_package, 19),
         ]
         return int(not all(is_within_budget))
+
+
+def print_flows(title: str, project: Path, spy: Path, max_to_step: int, max_from_sigterm: int) -> Iterator[bool]:
+    """Run the project, and print the files that one reads to follow it. Yield for each row if it is within budget."""
+    calls = log_run(project, spy)
+    to_step = files_before(calls, "train_step") | files_of_a_step(calls)
+    yield print_files(f"{title}: from the command to a step's end", project, to_step, max_to_step, aim_files=14)
+    after = files_after_sigterm(calls)
+    yield print_files(f"{title}: from SIGTERM to the run's end", project, after, max_from_sigterm, aim_files=8)
 
 
 def print_files(
     title: str,
     project: Path,
     files: Iterable[str],
-    max_files: int,
+    max_files: int | None = None,
     max_tokens: int | None = None,
+    max_lines: int | None = None,
     aim_files: int | None = None,
     aim_tokens: int | None = None,
 ) -> bool:
-    """Print the number of files and of their tokens. If one is over budget, list the files and return False."""
+    """Print the number of files and of their tokens and lines. If one is over budget, list the files, return False."""
     tokens = {file: len(token_lines(project / file)) for file in files}
+    lines = sum(len((project / file).read_text(encoding="utf-8").splitlines()) for file in tokens)
     num_files = Size(len(tokens), "files", max_files, aim_files)
     num_tokens = Size(sum(tokens.values()), "tokens", max_tokens, aim_tokens)
-    is_within = print_sizes(title, num_files, num_tokens)
+    is_within = print_sizes(title, num_files, num_tokens, Size(lines, "lines", max_lines))
     if not is_within:
         for file in sorted(tokens, key=lambda file: -tokens[file]):
             print(f"{tokens[file]:>10,} {file}")
@@ -135,7 +145,7 @@ def print_private_names(project: Path, files: Iterable[str], max_names: int) -> 
 
 def print_sizes(title: str, *sizes: Size) -> bool:
     is_within = all(size.budget is None or size.value <= size.budget for size in sizes)
-    columns = "".join(f"{size!s:<28}" for size in sizes)
+    columns = "".join(f"{size!s:<38}" for size in sizes)
     print(f"{title:<42}{columns.rstrip()}" + ("" if is_within else "   OVER BUDGET"))
     return is_within
 
@@ -208,9 +218,9 @@ def foreign_names(node: ast.AST, own: Collection[str | None]) -> Iterator[tuple[
             yield node.lineno, name
 
 
-def make_project(template: Path, output_dir: Path, tools: str) -> Path:
+def make_project(template: Path, output_dir: Path, size: str) -> Path:
     settings = {"COOKIECUTTER_CONFIG": os.devnull}
-    result = run_cookiecutter(template, output_dir, settings, smoke_test="skip", tools=tools, package_name=PACKAGE)
+    result = run_cookiecutter(template, output_dir, settings, smoke_test="skip", size=size, package_name=PACKAGE)
     assert result.returncode == 0, result.stdout
     return next(output_dir.iterdir())
 
@@ -235,12 +245,6 @@ def log_run(project: Path, spy: Path) -> list[Call]:
         process.send_signal(signal.SIGTERM)
     assert process.returncode == 128 + signal.SIGTERM, (spy / "console").read_text(encoding="utf-8")
     return [Call(*line.split(maxsplit=3)) for line in log.read_text(encoding="utf-8").splitlines()]
-
-
-def imported_modules(project: Path, calls: Iterable[Call]) -> set[str]:
-    """Return the files of the package that any process of the run imported, except empty files."""
-    files = {call.file for call in calls if call.function == "<import>" and call.file.startswith(PACKAGE)}
-    return {file for file in files if (project / file).stat().st_size}
 
 
 def files_of_a_step(calls: Iterable[Call]) -> set[str]:

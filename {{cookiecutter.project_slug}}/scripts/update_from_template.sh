@@ -4,6 +4,7 @@
 #   scripts/update_from_template.sh                          from the template that .template.json names
 #   scripts/update_from_template.sh PATH_OR_URL              from another place, such as a clone on this machine
 #   scripts/update_from_template.sh PATH_OR_URL v1.2.0       up to this tag, branch or commit
+#   scripts/update_from_template.sh size=full                with another answer to a question; may follow the words above
 #
 # It makes the project twice in a temporary folder, by the old and by the new version, with the answers of .template.json,
 # and applies the difference with `git apply -3`. Your own changes stay; where both sides changed the same lines, git shows
@@ -17,21 +18,39 @@ fail() {
   exit 1
 }
 
-# Prints one value of .template.json. Answers are printed as NAME=VALUE, each with a zero byte at its end.
+# Prints one value of .template.json.
 origin() {
-  "${PYTHON:-python3}" - "$1" <<'PYTHON'
+  "${PYTHON:-python3}" -c 'import json, sys; print(json.load(open(".template.json", encoding="utf-8"))[sys.argv[1]] or "")' "$1"
+}
+
+# Prints the answers to the questions of the template in $work, as NAME=VALUE with a zero byte at the end: those of
+# .template.json, changed by the arguments. Answers to questions that this version does not ask are left out.
+print_answers() {
+  "${PYTHON:-python3}" - "$work/template/cookiecutter.json" "$@" <<'PYTHON'
 import json
 import sys
 
-value = json.load(open(".template.json", encoding="utf-8"))[sys.argv[1]] or ""
-text = value if isinstance(value, str) else "".join(f"{name}={answer}\0" for name, answer in value.items())
-sys.stdout.buffer.write(text.encode())
+questions, old = (json.load(open(path, encoding="utf-8")) for path in (sys.argv[1], ".template.json"))
+changes = dict(word.split("=", 1) for word in sys.argv[2:])
+unknown = [name for name in changes if name not in questions]
+if unknown:
+    sys.exit(f"error: {unknown[0]} is not a question of the template")
+answers = old["answers"]
+if "tools" in answers:  # a question until version 0.2
+    answers.setdefault("size", "full")
+for name, answer in {**answers, **changes}.items():
+    if name in questions:
+        sys.stdout.buffer.write(f"{name}={answer}\0".encode())
 PYTHON
 }
 
 # Makes the project by version $1 of the template in $work/$2, and commits it to the repository $work/versions.
+# Further arguments are answers in place of those of .template.json.
 bake() {
   git -C "$work/template" checkout --quiet --detach "$1"
+  print_answers "${@:3}" >"$work/answers" || exit 1
+  local answers=()
+  while IFS= read -r -d '' answer; do answers+=("$answer"); done <"$work/answers"
   COOKIECUTTER_CONFIG=$work/settings.yaml "${cookiecutter[@]}" "$work/template" --no-input -o "$work/$2" \
     smoke_test=skip "${answers[@]}" >"$work/log" 2>&1 || fail "version $1 did not make the project: $(tail -n 3 "$work/log")"
   local commit=(git --git-dir="$work/versions" --work-tree="$(echo "$work/$2"/*)" -c core.autocrlf=false)
@@ -47,13 +66,15 @@ git rev-parse --git-dir >/dev/null 2>&1 || fail "no git repository. Type: git in
 [[ -z $(git status --porcelain --untracked-files=no) ]] || fail "there are uncommitted changes. Commit or stash them first."
 git ls-files --error-unmatch .template.json >/dev/null 2>&1 || fail ".template.json is not committed. Commit it first."
 
-template=${1:-$(origin template)}
+changes=() words=()
+for word in "$@"; do
+  if [[ $word =~ ^[a-z_]+= ]]; then changes+=("$word"); else words+=("$word"); fi
+done
+template=${words[0]:-$(origin template)}
 [[ $template ]] || fail "where is the template? Type: scripts/update_from_template.sh PATH_OR_URL"
 [[ $template != gh:* ]] || template=https://github.com/${template#gh:}
 old=$(origin commit)
 old=${old:-v$(origin version)}
-answers=()
-while IFS= read -r -d '' answer; do answers+=("$answer"); done < <(origin answers)
 if command -v cookiecutter >/dev/null; then
   cookiecutter=(cookiecutter)
 elif command -v uvx >/dev/null; then
@@ -68,14 +89,14 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 printf 'replay_dir: %s\ncookiecutters_dir: %s\n' "$work/replay" "$work/clones" >"$work/settings.yaml"
 git clone --quiet "$template" "$work/template" || fail "$template cannot be cloned"
-for name in "${old%-dirty}" "${2:-HEAD}"; do
+for name in "${old%-dirty}" "${words[1]:-HEAD}"; do
   git -C "$work/template" rev-parse --quiet --verify "origin/$name^{commit}" >>"$work/found" ||
     git -C "$work/template" rev-parse --quiet --verify "$name^{commit}" >>"$work/found" ||
     fail "$template has no version $name"
 done
 git init --quiet --bare "$work/versions"
 bake "$(sed -n 1p "$work/found")" old
-bake "$(sed -n 2p "$work/found")" new
+bake "$(sed -n 2p "$work/found")" new ${changes[@]+"${changes[@]}"}
 
 # Not in the difference: what you have deleted, what the template has deleted and you have changed, and .template.json,
 # which is written below. `git apply` would refuse the whole difference for one of them.
