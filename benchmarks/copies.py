@@ -45,12 +45,16 @@ def side_stream(batches: Iterable[list[Tensor]], device: str) -> Iterator[list[T
         tensors, copied = held.pop(0)
         computing.wait_event(copied)
         for tensor in tensors:
-            tensor.record_stream(computing)  # its memory is not given to a later copy while it is read
+            tensor.record_stream(
+                computing
+            )  # its memory is not given to a later copy while it is read
         return tensors
 
     for batch in batches:
         with torch.cuda.stream(copying):
-            held.append(([tensor.to(device, non_blocking=True) for tensor in batch], copying.record_event()))
+            held.append(
+                ([tensor.to(device, non_blocking=True) for tensor in batch], copying.record_event())
+            )
         if len(held) > 1:
             yield take()
     yield take()

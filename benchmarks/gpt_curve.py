@@ -28,11 +28,18 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import baking  # noqa: E402
 
-RESULTS, PAGE, PICTURE = ROOT / "benchmarks" / "gpt_curve.json", ROOT / "docs" / "gpt-example.md", "gpt-example.png"
+RESULTS, PAGE, PICTURE = (
+    ROOT / "benchmarks" / "gpt_curve.json",
+    ROOT / "docs" / "gpt-example.md",
+    "gpt-example.png",
+)
 STEPS, BATCH, BLOCK, EVERY, EVALUATE_EVERY = 300, 32, 64, 10, 50
 PEAK, FLOOR, WARMUP, DECAY, BETAS, MAX_NORM = 2e-3, 2e-4, 50, 0.1, (0.9, 0.99), 1.0
 SEEDS = (1, 2, 3)
-ROUNDS, ROUND_STEPS = 12, 100  # for the speed, in short runs one after the other: a machine's speed drifts
+ROUNDS, ROUND_STEPS = (
+    12,
+    100,
+)  # for the speed, in short runs one after the other: a machine's speed drifts
 WAYS = {
     "plain script, one process": None,
     "trainer, one rank": "device_ids=cpu",
@@ -61,7 +68,9 @@ def plain_script(seed: int, num_steps: int) -> Run:
     complete_config(model_config, data_config)
     train, validation = build_datasets(data_config)
     model = build_model(model_config)
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim >= 2) == wanted] for wanted in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK, betas=BETAS, fused=True)
 
@@ -84,19 +93,35 @@ def plain_script(seed: int, num_steps: int) -> Run:
         if step % EVALUATE_EVERY == 0:
             with torch.no_grad():
                 blocks = torch.arange(len(validation)).split(BATCH)
-                parts = [compute_loss(model, validation.__getitems__(p.tolist()))[0].item() * len(p) for p in blocks]
+                parts = [
+                    compute_loss(model, validation.__getitems__(p.tolist()))[0].item() * len(p)
+                    for p in blocks
+                ]
             validation_losses[step] = sum(parts) / len(validation)
             began_at = time.perf_counter()
-    return {"train": losses, "validation": validation_losses, "tokens_per_second": statistics.median(rates)}
+    return {
+        "train": losses,
+        "validation": validation_losses,
+        "tokens_per_second": statistics.median(rates),
+    }
 
 
 def trainer(words: str, seed: int, num_steps: int) -> Run:
     """Train the same model with the project's `python run.py` and the arguments `words`."""
     name = f"{len(list(Path().glob('runs/*')))}"
-    settings = [f"name={name}", f"seed={seed}", f"training.max_steps={num_steps}", *words.split(), *SETTINGS.split()]
+    settings = [
+        f"name={name}",
+        f"seed={seed}",
+        f"training.max_steps={num_steps}",
+        *words.split(),
+        *SETTINGS.split(),
+    ]
     command = [sys.executable, "run.py", *settings]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in Path("runs", name, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     split = {
         name: {line["step"]: line["loss"] for line in lines if line["split"] == name}
         for name in ("train", "validation")
@@ -107,9 +132,20 @@ def trainer(words: str, seed: int, num_steps: int) -> Run:
 
 def measure(project: Path, way: str, seed: int, num_steps: int = STEPS) -> Run:
     """Make one run in a process of its own, in the project's folder, and return its results."""
-    command = [sys.executable, __file__, "--way", way, "--seed", str(seed), "--steps", str(num_steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--way",
+        way,
+        "--seed",
+        str(seed),
+        "--steps",
+        str(num_steps),
+    ]
     environment = baking.plain_environment({"PYTHONPATH": str(project)})
-    run: Run = json.loads(subprocess.check_output(command, cwd=project, env=environment, text=True).splitlines()[-1])
+    run: Run = json.loads(
+        subprocess.check_output(command, cwd=project, env=environment, text=True).splitlines()[-1]
+    )
     return run
 
 
@@ -135,7 +171,9 @@ def write_page(results: dict[str, dict[str, Run]], speeds: dict[str, list[float]
         ratios = f"{statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})"
         rows.append(f"| {way} | {losses} | {statistics.median(rates):,.0f} | {ratios} |")
     distances = {
-        (way, step): abs(statistics.mean(validation[way][step]) - statistics.mean(validation[plain][step]))
+        (way, step): abs(
+            statistics.mean(validation[way][step]) - statistics.mean(validation[plain][step])
+        )
         for way in others
         for step in steps
     }
@@ -188,9 +226,15 @@ def draw(results: dict[str, dict[str, Run]]) -> None:
     for (way, runs), (color, style) in zip(results.items(), styles, strict=True):
         curves = [[run["train"][step] for run in runs.values()] for step in runs["1"]["train"]]
         steps = [int(step) for step in runs["1"]["train"]]
-        axes.fill_between(steps, [*map(min, curves)], [*map(max, curves)], color=color, alpha=0.12, linewidth=0)
+        axes.fill_between(
+            steps, [*map(min, curves)], [*map(max, curves)], color=color, alpha=0.12, linewidth=0
+        )
         axes.plot(steps, [*map(statistics.mean, curves)], style, color=color, label=way)
-    axes.set(xlabel="step", ylabel="training loss, nats a character", title="mean and range of three seeds")
+    axes.set(
+        xlabel="step",
+        ylabel="training loss, nats a character",
+        title="mean and range of three seeds",
+    )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -198,7 +242,9 @@ def draw(results: dict[str, dict[str, Run]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--way")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--steps", type=int)
@@ -218,8 +264,15 @@ def main() -> None:
         text = json.dumps({"curves": results, "tokens_per_second": speeds})
         RESULTS.write_text(text + "\n", encoding="utf-8")
 
-    ways = [*WAYS]  # in turn, and each seed begins with another one, since the machine's speed drifts
-    missing = [(way, seed) for seed in SEEDS for way in ways[seed:] + ways[:seed] if str(seed) not in results[way]]
+    ways = [
+        *WAYS
+    ]  # in turn, and each seed begins with another one, since the machine's speed drifts
+    missing = [
+        (way, seed)
+        for seed in SEEDS
+        for way in ways[seed:] + ways[:seed]
+        if str(seed) not in results[way]
+    ]
     with tempfile.TemporaryDirectory() as folder:
         template = baking.export_template(Path(folder) / "template")
         project = baking.bake(template, Path(folder), example="gpt")
@@ -231,7 +284,9 @@ def main() -> None:
             # In random order: a run that uses both cores fully slows the next one down.
             for way in random.Random(number).sample(ways, len(ways)):
                 if len(speeds[way]) <= number:
-                    speeds[way].append(measure(project, way, number, ROUND_STEPS)["tokens_per_second"])
+                    speeds[way].append(
+                        measure(project, way, number, ROUND_STEPS)["tokens_per_second"]
+                    )
                     store()
                     print(f"{way}, round {number}: {speeds[way][number]:,.0f} tokens/s", flush=True)
     write_page(results, speeds)

@@ -56,7 +56,12 @@ class Report:
         """Return a new, empty entry for the row, in place of a former one."""
         machine = {key: self.results["machine"][key] for key in ("card", "torch", "memory_gib")}
         now = f"{datetime.now():%Y-%m-%d %H:%M}"
-        self.results["rows"][row] = {"date": now, "machine": machine, "entries": [], "is_complete": False}
+        self.results["rows"][row] = {
+            "date": now,
+            "machine": machine,
+            "entries": [],
+            "is_complete": False,
+        }
         entry: dict[str, Any] = self.results["rows"][row]
         return entry
 
@@ -80,20 +85,28 @@ def main() -> None:
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
     environment = own if arguments.rehearse else {}
     done = subprocess.run(
-        [sys.executable, "-c", DESCRIBE], check=False, capture_output=True, text=True, env=os.environ | environment
+        [sys.executable, "-c", DESCRIBE],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
     )
     if done.returncode:
         sys.exit(f"error: torch does not start:\n{done.stderr[-2000:]}")
     machine = json.loads(done.stdout.splitlines()[-1])
     if not machine["card"] and not arguments.rehearse:
-        sys.exit("error: torch sees no GPU. Try the report on the CPU: python benchmarks/gpu.py --rehearse")
+        sys.exit(
+            "error: torch sees no GPU. Try the report on the CPU: python benchmarks/gpu.py --rehearse"
+        )
     plan = {comparison.name: comparison for comparison in comparisons(machine["memory_gib"])}
     names = [TESTS, *plan]
     names.insert(names.index("resnet-bf16-compile"), COPIES)
     chosen = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(chosen) - set(names):
         sys.exit(f"error: --rows: there is no {', '.join(unknown)}; there are {', '.join(names)}")
-    folder = arguments.output or (HERE.parent / "build" / "gpu-rehearsal" if arguments.rehearse else HERE)
+    folder = arguments.output or (
+        HERE.parent / "build" / "gpu-rehearsal" if arguments.rehearse else HERE
+    )
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     report = Report(former_results(folder, machine), folder, write)
@@ -101,7 +114,10 @@ def main() -> None:
     report.results["commands"].append("python benchmarks/gpu.py " + " ".join(sys.argv[1:]))
     with tempfile.TemporaryDirectory(prefix="gpu_report_", ignore_cleanup_errors=True) as temporary:
         work = Path(temporary)
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton")}
+        environment |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+            "TRITON_CACHE_DIR": str(work / "triton"),
+        }
         cases = [variant.case for comparison in plan.values() for variant in comparison.variants]
 
         @cache
@@ -113,7 +129,10 @@ def main() -> None:
         for name in chosen:
             if time.monotonic() > deadline:
                 break
-            print(f"[{60 * arguments.minutes + time.monotonic() - deadline:4.0f} s] {name}", flush=True)
+            print(
+                f"[{60 * arguments.minutes + time.monotonic() - deadline:4.0f} s] {name}",
+                flush=True,
+            )
             if name == TESTS:
                 run_tests(report, work, environment, deadline, arguments.rehearse)
                 continue
@@ -129,12 +148,24 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=8.0, help="start no further row, nor run, after so long")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="start no further row, nor run, after so long"
+    )
     parser.add_argument("--rows", default="", help="only these rows, with commas between")
-    parser.add_argument("--rounds", type=int, default=1, help="so many runs of each loop, taking turns")
-    parser.add_argument("--output", type=Path, help="the folder for the page, its JSON file and, if given, the charts")
-    parser.add_argument("--rehearse", action="store_true", help="tiny networks on the CPU; tests are only collected")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="so many runs of each loop, taking turns"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the folder for the page, its JSON file and, if given, the charts",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny networks on the CPU; tests are only collected"
+    )
     return parser.parse_args()
 
 
@@ -145,7 +176,9 @@ def former_results(folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
     return {"commands": [], "rows": {}, "reasons": {}} | former | {"machine": machine}
 
 
-def run_tests(report: Report, work: Path, environment: dict[str, str], deadline: float, is_rehearsal: bool) -> None:
+def run_tests(
+    report: Report, work: Path, environment: dict[str, str], deadline: float, is_rehearsal: bool
+) -> None:
     import gpu_tests
 
     entry = report.begin(TESTS)
@@ -154,21 +187,34 @@ def run_tests(report: Report, work: Path, environment: dict[str, str], deadline:
         entry["entries"] = outcomes
         report.save()
 
-    seconds, num_jobs = min(MAX_TEST_SECONDS, deadline - time.monotonic()), 1 if is_rehearsal else NUM_JOBS
+    seconds, num_jobs = (
+        min(MAX_TEST_SECONDS, deadline - time.monotonic()),
+        1 if is_rehearsal else NUM_JOBS,
+    )
     show(gpu_tests.run_tests(work, environment, seconds, num_jobs, show))
-    entry["is_complete"] = all(outcome["outcome"] in ("passed", "failed", "skipped") for outcome in entry["entries"])
+    entry["is_complete"] = all(
+        outcome["outcome"] in ("passed", "failed", "skipped") for outcome in entry["entries"]
+    )
     report.save()
 
 
-def run_comparison(report: Report, bench: Callable[[], Any], comparison: Any, deadline: float, rounds: int) -> None:
+def run_comparison(
+    report: Report, bench: Callable[[], Any], comparison: Any, deadline: float, rounds: int
+) -> None:
     """Run each variant, `rounds` times in turn. One that fails becomes an entry with the reason."""
     entry = report.begin(comparison.name)
 
     def run(variant: Any) -> list[dict[str, Any]] | None:
-        return attempt(variant.label, lambda: measured(bench, variant)) if time.monotonic() < deadline else None
+        return (
+            attempt(variant.label, lambda: measured(bench, variant))
+            if time.monotonic() < deadline
+            else None
+        )
 
     is_rehearsal = not report.results["machine"]["card"]
-    run_all = ThreadPoolExecutor(2).map if is_rehearsal else map  # only a rehearsal may run two at a time
+    run_all = (
+        ThreadPoolExecutor(2).map if is_rehearsal else map
+    )  # only a rehearsal may run two at a time
     for entries in run_all(run, comparison.variants * rounds):
         if entries is None:
             return

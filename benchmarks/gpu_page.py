@@ -38,7 +38,11 @@ def write(results: dict[str, Any], folder: Path) -> None:
 def draw(results: dict[str, Any], folder: Path) -> None:
     """Draw the milliseconds a step of each comparison so far, in docs/charts or, for another folder, in that one."""
     folder = ROOT / "docs" / "charts" if folder == ROOT / "benchmarks" else folder
-    tables = {name: medians(results, name, "milliseconds") for name in results["names"] if name in results["rows"]}
+    tables = {
+        name: medians(results, name, "milliseconds")
+        for name in results["names"]
+        if name in results["rows"]
+    }
     if not (shown := {name: table for name, table in tables.items() if len(table) > 1}):
         return
     sys.path.insert(0, str(ROOT / "tools"))
@@ -46,7 +50,9 @@ def draw(results: dict[str, Any], folder: Path) -> None:
         import charts
 
         charts.draw_gpu(shown, folder)
-    except Exception as error:  # matplotlib is missing, or of another version: the page has the figures
+    except (
+        Exception
+    ) as error:  # matplotlib is missing, or of another version: the page has the figures
         print(f"no chart: {error}", flush=True)
 
 
@@ -64,9 +70,17 @@ def markdown(results: dict[str, Any]) -> str:
         "take whole batches from pinned memory and use the fused AdamW. Compiled loops share the compiler's cache: "
         "the first one of a table fills it. A difference is within the noise if the laps of a run differ by more.",
     ]  # fmt: skip
-    plan = {name: comparison for name in rows for comparison in _plan(rows[name]) if comparison.name == name}
+    plan = {
+        name: comparison
+        for name in rows
+        for comparison in _plan(rows[name])
+        if comparison.name == name
+    }
     if aims := [
-        aim for name in results["names"] if name in plan and name in rows for aim in _aims(results, plan[name])
+        aim
+        for name in results["names"]
+        if name in plan and name in rows
+        for aim in _aims(results, plan[name])
     ]:
         blocks.append("\n".join(["| aim | measured | |", "|---|---:|---|", *aims]))
     for name in results["names"]:
@@ -81,7 +95,12 @@ def markdown(results: dict[str, Any]) -> str:
             ]
         elif name in rows:
             title = "ResNet-50, bf16: how a batch is copied to the GPU (DECISIONS 102)"
-            blocks += [f"## {name}", f"{title}. {_where(rows[name])}", _copies(results), *_failures(rows[name])]
+            blocks += [
+                f"## {name}",
+                f"{title}. {_where(rows[name])}",
+                _copies(results),
+                *_failures(rows[name]),
+            ]
     left = [name for name in results["names"] if not rows.get(name, {}).get("is_complete")]
     blocks.append("## Not reached" if left else "Every row was reached.")
     if left:
@@ -113,12 +132,26 @@ def _mfu(results: dict[str, Any], comparison: Comparison, milliseconds: float) -
     peak = next((value for name, value in PEAKS if name in card), None)
     if flops is None or peak is None:
         return None
-    return flops * case.batch_size / (milliseconds / 1000) / (peak if case.precision == "bf16" else peak / 2)
+    return (
+        flops
+        * case.batch_size
+        / (milliseconds / 1000)
+        / (peak if case.precision == "bf16" else peak / 2)
+    )
 
 
 def _table(results: dict[str, Any], comparison: Comparison) -> str:
-    keys = ("milliseconds", "spread", "startup_seconds", "peak_memory_mib", "waiting_share", "final_loss")
-    times, spreads, starts, peaks, shares, losses = (medians(results, comparison.name, key) for key in keys)
+    keys = (
+        "milliseconds",
+        "spread",
+        "startup_seconds",
+        "peak_memory_mib",
+        "waiting_share",
+        "final_loss",
+    )
+    times, spreads, starts, peaks, shares, losses = (
+        medians(results, comparison.name, key) for key in keys
+    )
     case, base = comparison.variants[0].case, times.get(comparison.base)
     unit, number = UNITS[case.work]
     lines = [
@@ -128,8 +161,16 @@ def _table(results: dict[str, Any], comparison: Comparison) -> str:
     ]
     for label, milliseconds in times.items():
         mfu = _mfu(results, comparison, milliseconds)
-        shown = f"{mfu:.1%}" if mfu is not None else "peak unknown" if flops_per_sample(case.work) else ""
-        is_strange = abs(losses[label] / losses.get(comparison.base, losses[label]) - 1) > LOSS_TOLERANCE
+        shown = (
+            f"{mfu:.1%}"
+            if mfu is not None
+            else "peak unknown"
+            if flops_per_sample(case.work)
+            else ""
+        )
+        is_strange = (
+            abs(losses[label] / losses.get(comparison.base, losses[label]) - 1) > LOSS_TOLERANCE
+        )
         cells = [
             f"**{label}**" if label == OURS else label,
             f"{milliseconds:.2f}",
@@ -150,19 +191,26 @@ def _copies(results: dict[str, Any]) -> str:
     times = medians(results, "copies", "milliseconds")
     today = next(iter(times.values()), 0.0)
     lines = ["| copy | ms a step | x today's way (the first) |", "|---|---:|---:|"]
-    return "\n".join(lines + [f"| {label} | {value:.2f} | {value / today:.3f} |" for label, value in times.items()])
+    return "\n".join(
+        lines
+        + [f"| {label} | {value:.2f} | {value / today:.3f} |" for label, value in times.items()]
+    )
 
 
 def _failures(row: dict[str, Any]) -> list[str]:
     failed = [(entry["label"], entry["reason"]) for entry in row["entries"] if entry.get("reason")]
     return [
-        f"{label}: {reason}" if "\n" not in reason else f"{label}:\n\n```\n{reason}\n```" for label, reason in failed
+        f"{label}: {reason}" if "\n" not in reason else f"{label}:\n\n```\n{reason}\n```"
+        for label, reason in failed
     ]
 
 
 def _tests(row: dict[str, Any]) -> Iterator[str]:
     outcomes = row["entries"]
-    counts = {kind: sum(outcome["outcome"] == kind for outcome in outcomes) for kind in ("passed", "failed", "skipped")}
+    counts = {
+        kind: sum(outcome["outcome"] == kind for outcome in outcomes)
+        for kind in ("passed", "failed", "skipped")
+    }
     yield "## tests"
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     what = f"`pytest -m gpu tests/machinery` in the project's folder, several at a time: {words}, of {len(outcomes)}."
@@ -193,7 +241,11 @@ def _aims(results: dict[str, Any], comparison: Comparison) -> Iterator[str]:
             ratio = times[OURS] / times[loop]
             is_clear = abs(ratio - limit) > max(noise.get(OURS, 0), noise.get(loop, 0))
             judged.append(
-                (f"{name}: {aim}", ratio <= limit, f"{ratio:.3f} x{'' if is_clear else ', within the noise'}")
+                (
+                    f"{name}: {aim}",
+                    ratio <= limit,
+                    f"{ratio:.3f} x{'' if is_clear else ', within the noise'}",
+                )
             )
     mfu = _mfu(results, comparison, times[OURS])
     if name == COMPILED and mfu is not None:

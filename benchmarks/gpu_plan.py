@@ -97,17 +97,30 @@ def _of_loops(name: str, title: str, loops: list[Row], memory_gib: float) -> Com
 
 def _bert(memory_gib: float) -> Comparison:
     fp16, fp32, bf16 = (make_case("bert", name, memory_gib) for name in ("fp16", "fp32", "bf16"))
-    cases = {"fp16": fp16, "fp32 without TF32": replace(fp32, use_tf32=False), "fp32 with TF32": fp32, "bf16": bf16}
+    cases = {
+        "fp16": fp16,
+        "fp32 without TF32": replace(fp32, use_tf32=False),
+        "fp32 with TF32": fp32,
+        "bf16": bf16,
+    }
     title = "BERT-base, 32 samples of 128 tokens, the generated trainer (the blog: fp32 takes 2.36 x as long as AMP)"
-    return Comparison("bert", title, "fp16", [Variant(label, OUR_LOOP, case) for label, case in cases.items()])
+    return Comparison(
+        "bert", title, "fp16", [Variant(label, OUR_LOOP, case) for label, case in cases.items()]
+    )
 
 
 def _loader(memory_gib: float) -> Comparison:
     whole = make_case("resnet", "bf16", memory_gib)
     single = replace(whole, data="tuples")
     cases = {"whole batches": whole, "single samples": single}
-    cases |= {f"single samples, {n} workers": replace(single, num_workers=n) for n in ([2, 8] if memory_gib else [2])}
+    cases |= {
+        f"single samples, {n} workers": replace(single, num_workers=n)
+        for n in ([2, 8] if memory_gib else [2])
+    }
     title = "ResNet-50, bf16, the generated trainer: how the images are read"
     return Comparison(
-        "loader", title, "whole batches", [Variant(label, OUR_LOOP, case) for label, case in cases.items()]
+        "loader",
+        title,
+        "whole batches",
+        [Variant(label, OUR_LOOP, case) for label, case in cases.items()],
     )

@@ -37,12 +37,17 @@ def run_tests(
     """
     deadline, done = time.monotonic() + seconds, list[dict[str, Any]]()
     for number, (chosen, jobs) in enumerate(((ALONE, 1), (f"not ({ALONE})", num_jobs))):
-        parts = [_start(folder / f"tests_{number}_{job}", environment, chosen, f"{job}/{jobs}") for job in range(jobs)]
+        parts = [
+            _start(folder / f"tests_{number}_{job}", environment, chosen, f"{job}/{jobs}")
+            for job in range(jobs)
+        ]
         former, found = done, list[dict[str, Any]]()
         is_running = True
         while is_running:
             time.sleep(0.5)
-            is_running = time.monotonic() < deadline and any(process.poll() is None for process, _ in parts)
+            is_running = time.monotonic() < deadline and any(
+                process.poll() is None for process, _ in parts
+            )
             found = [outcome for _, part in parts for outcome in _read(part)]
             if former + found != done:
                 show(done := former + found)
@@ -50,17 +55,49 @@ def run_tests(
             is_cut_off = process.poll() is None
             _kill_all(str(part))  # also runs that a test has left when its own time was over
             if not is_cut_off and process.returncode not in (0, 1, 5):  # 5: no tests
-                last = (part / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-                done.append({"label": f"pytest, part {part.name}", "outcome": "failed", "reason": "\n".join(last)})
-    return [outcome if outcome["outcome"] != "started" else outcome | {"outcome": "cut off"} for outcome in done]
+                last = (
+                    (part / "output.txt")
+                    .read_text(encoding="utf-8", errors="replace")
+                    .splitlines()[-8:]
+                )
+                done.append(
+                    {
+                        "label": f"pytest, part {part.name}",
+                        "outcome": "failed",
+                        "reason": "\n".join(last),
+                    }
+                )
+    return [
+        outcome if outcome["outcome"] != "started" else outcome | {"outcome": "cut off"}
+        for outcome in done
+    ]
 
 
-def _start(folder: Path, environment: dict[str, str], chosen: str, part: str) -> tuple[subprocess.Popen[bytes], Path]:
+def _start(
+    folder: Path, environment: dict[str, str], chosen: str, part: str
+) -> tuple[subprocess.Popen[bytes], Path]:
     folder.mkdir()
-    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    own = {PART: part, LINES: str(folder / "lines.jsonl"), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-p", "gpu_tests", "-p", "no:cacheprovider", f"--basetemp={folder / 'temporary'}", "-k", chosen]
-    paths_of_tests = sorted(PROJECT.glob("tests/machinery/test_*.py"))  # others may import what this machine lacks
+    paths = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+    )
+    own = {
+        PART: part,
+        LINES: str(folder / "lines.jsonl"),
+        "PYTHONPATH": paths,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    options = [
+        "-p",
+        "gpu_tests",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={folder / 'temporary'}",
+        "-k",
+        chosen,
+    ]
+    paths_of_tests = sorted(
+        PROJECT.glob("tests/machinery/test_*.py")
+    )  # others may import what this machine lacks
     files = [path for path in paths_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -78,7 +115,9 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     path = folder / "lines.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     outcomes = [json.loads(line) for line in lines if line.endswith("}")]
-    return [*{outcome["label"]: outcome for outcome in outcomes}.values()]  # of a test's lines, the last
+    return [
+        *{outcome["label"]: outcome for outcome in outcomes}.values()
+    ]  # of a test's lines, the last
 
 
 def _kill_all(mark: str) -> None:

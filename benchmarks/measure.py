@@ -74,21 +74,35 @@ class Measurement:
 class Bench:
     """A folder with a copy of the project and the order of the samples. Runs are measured in this folder."""
 
-    def __init__(self, folder: Path, cases: Sequence[Case], environment: dict[str, str] = ON_CPU) -> None:
+    def __init__(
+        self, folder: Path, cases: Sequence[Case], environment: dict[str, str] = ON_CPU
+    ) -> None:
         self._folder, self._numbers, self._environment = folder, count(1), environment
         self._project = folder / "project"
         self._project.mkdir()
         shutil.copy(PROJECT / "run.py", self._project)
         package = self._project / "template_package"
-        shutil.copytree(PROJECT / "template_package", package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            PROJECT / "template_package", package, ignore=shutil.ignore_patterns("__pycache__")
+        )
         for name in ("model.py", "networks.py", "dataset.py"):
             shutil.copy(HERE / "workload" / name, package)
         (self._project / "config.yaml").write_text(CONFIG, encoding="utf-8")
-        command = [sys.executable, "-m", "compileall", "-q", str(self._project), str(HERE / "workload")]
+        command = [
+            sys.executable,
+            "-m",
+            "compileall",
+            "-q",
+            str(self._project),
+            str(HERE / "workload"),
+        ]
         subprocess.run(command, check=True)
         self._orders = self._write_orders(cases)
         self._images = folder / "images"
-        Images(str(self._images), max((case.num_samples for case in cases if case.data == "images"), default=0)).write()
+        Images(
+            str(self._images),
+            max((case.num_samples for case in cases if case.data == "images"), default=0),
+        ).write()
 
     def run(self, row: Row, case: Case) -> Measurement:
         """Run the row's command for this case and return the measurement."""
@@ -97,23 +111,49 @@ class Bench:
         if is_ours:
             words = [*row.launcher, "run.py", *self._words(settings, output.name, case)]
         else:
-            words = [*(row.launcher if case.num_ranks > 1 else ()), str(HERE / "loops" / row.script)]
+            words = [
+                *(row.launcher if case.num_ranks > 1 else ()),
+                str(HERE / "loops" / row.script),
+            ]
         folder, num_tries = (self._project, 1) if is_ours or case.device != "cpu" else (output, 2)
         command, printed = [sys.executable, *words], output / "output.txt"
-        started = run_process(command, folder, environment, printed, case.timeout_seconds, num_tries)
-        first_steps = [float(path.read_text(encoding="utf-8")) for path in output.glob("first_step_*")]
-        assert len(first_steps) == case.num_ranks, f"{row.name}, {case.name}: {len(first_steps)} ranks made a step"
+        started = run_process(
+            command, folder, environment, printed, case.timeout_seconds, num_tries
+        )
+        first_steps = [
+            float(path.read_text(encoding="utf-8")) for path in output.glob("first_step_*")
+        ]
+        assert len(first_steps) == case.num_ranks, (
+            f"{row.name}, {case.name}: {len(first_steps)} ranks made a step"
+        )
         startup = max(first_steps) - started
-        laps, *rest = self._read_ours(settings, output.name, startup) if is_ours else _read_loop(settings, output)
-        assert len(laps) == case.num_steps // case.log_every, f"{row.name}, {case.name}: {len(laps)} laps"
+        laps, *rest = (
+            self._read_ours(settings, output.name, startup)
+            if is_ours
+            else _read_loop(settings, output)
+        )
+        assert len(laps) == case.num_steps // case.log_every, (
+            f"{row.name}, {case.name}: {len(laps)} laps"
+        )
         counted = [seconds / case.log_every * 1e6 for seconds in laps[case.num_warmup_laps :]]
-        median, spread = statistics.median(counted), (max(counted) - min(counted)) / statistics.median(counted)
-        return Measurement(row.name, case.name, median, statistics.mean(counted), startup, *rest, spread=spread)
+        median, spread = (
+            statistics.median(counted),
+            (max(counted) - min(counted)) / statistics.median(counted),
+        )
+        return Measurement(
+            row.name, case.name, median, statistics.mean(counted), startup, *rest, spread=spread
+        )
 
     def run_script(self, script: Path, case: Case) -> Any:
         """Run a script that takes its own times, and return its result.json."""
         _, output, environment = self._prepare(Row(script.stem, is_tuned=True), case)
-        run_process([sys.executable, str(script)], output, environment, output / "output.txt", case.timeout_seconds)
+        run_process(
+            [sys.executable, str(script)],
+            output,
+            environment,
+            output / "output.txt",
+            case.timeout_seconds,
+        )
         return json.loads((output / "result.json").read_text(encoding="utf-8"))
 
     def _prepare(self, row: Row, case: Case) -> tuple[Settings, Path, dict[str, str]]:
@@ -138,7 +178,10 @@ class Bench:
             size=case.size,
             port=_free_port(),
         )
-        environment = self._environment | {"BENCHMARK_OUTPUT": str(output), **settings.to_environment()}
+        environment = self._environment | {
+            "BENCHMARK_OUTPUT": str(output),
+            **settings.to_environment(),
+        }
         paths = (HERE, row.extra_path, os.environ.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path)
         return settings, output, environment
@@ -183,7 +226,9 @@ class Bench:
         assert abs(told - startup) < 0.5 + 0.1 * startup, f"{told} s, {startup} s"
         # No lap is lost between the lines: together they are the training time that the summary tells.
         lost = summary["train_seconds"] - sum(laps)
-        assert lost < 0.01 * summary["train_seconds"] + 0.05, f"{lost} s of training between the laps"
+        assert lost < 0.01 * summary["train_seconds"] + 0.05, (
+            f"{lost} s of training between the laps"
+        )
         shutil.rmtree(directory)  # the checkpoints of large models would soon fill the disk
         return laps, summary["peak_memory_mib"], lines[-1]["loss"], share
 
@@ -215,7 +260,14 @@ def run_process(
 
     Kill one that hangs, and try at most `num_tries` times. Raise RunError if it fails.
     """
-    launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launcher_variables = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     environment = {key: value for key, value in os.environ.items() if key not in launcher_variables}
     environment |= own_environment | {"HF_HUB_OFFLINE": "1"}
     if sys.platform == "linux":
@@ -241,15 +293,23 @@ def run_process(
                 with suppress(ProcessLookupError):  # with all that it has started
                     os.killpg(process.pid, signal.SIGKILL)
     if code is None and num_tries > 1:
-        print(f"{' '.join(command)} did not end in {timeout_seconds:.0f} s: tried again", flush=True)
+        print(
+            f"{' '.join(command)} did not end in {timeout_seconds:.0f} s: tried again", flush=True
+        )
         for left in printed.parent.glob("first_step_*"):
             left.unlink()
         return run_process(command, cwd, own_environment, printed, timeout_seconds, num_tries - 1)
     if code != 0:
         text = printed.read_text(encoding="utf-8", errors="replace")[-4000:]
-        how = f"ended with exit code {code}" if code is not None else f"did not end in {timeout_seconds:.0f} s"
+        how = (
+            f"ended with exit code {code}"
+            if code is not None
+            else f"did not end in {timeout_seconds:.0f} s"
+        )
         raise RunError(f"{' '.join(command)} {how}\n{text}")
-    with suppress(ProcessLookupError):  # a fork server still ends: let it not share the cores with the next run
+    with suppress(
+        ProcessLookupError
+    ):  # a fork server still ends: let it not share the cores with the next run
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
@@ -260,7 +320,9 @@ def run_process(
 def _read_loop(settings: Settings, output: Path) -> tuple[list[float], list[float], float]:
     paths = [output / f"result_{rank}.json" for rank in range(settings.num_ranks)]
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    assert len({result["final_loss"] for result in results}) == 1, "the ranks disagree about the reduced loss"
+    assert len({result["final_loss"] for result in results}) == 1, (
+        "the ranks disagree about the reduced loss"
+    )
     peaks = [result["peak_memory_mib"] for result in results]
     return results[0]["lap_seconds"], peaks, results[0]["final_loss"]
 

@@ -85,11 +85,18 @@ def run(project: Path, *words: str) -> list[str]:
     command = [sys.executable, "run.py", *words]
     # With a fixed threshold glibc gives freed tensors back at once: resident memory is then what is held.
     environment = baking.plain_environment({"MALLOC_MMAP_THRESHOLD_": "65536"})
-    done = subprocess.run(command, check=False, cwd=project, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, cwd=project, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     name = next(word for word in words if word.startswith("name="))[5:]
-    return [(project / f"runs/{name}/logs/rank_{rank}.log").read_text(encoding="utf-8") for rank in (0, 1)]
+    return [
+        (project / f"runs/{name}/logs/rank_{rank}.log").read_text(encoding="utf-8")
+        for rank in (0, 1)
+    ]
 
 
 def measure_steps(project: Path) -> list[str]:
@@ -119,22 +126,35 @@ def measure_steps(project: Path) -> list[str]:
 
 def measure_loading(project: Path) -> tuple[float, list[str]]:
     """Return a checkpoint's size in MB, and table rows of the extra memory of each rank while a command loads it."""
-    package, size = project / "ddp_experiment", ["model.hidden_size=512", "model.num_layers=6", "name=loading"]
+    package, size = (
+        project / "ddp_experiment",
+        ["model.hidden_size=512", "model.num_layers=6", "name=loading"],
+    )
     run(project, *size, "training.max_steps=1", *COMMON)
     checkpoint = project / "runs/loading/checkpoints/step_00000001.pt"
     num_bytes = checkpoint.stat().st_size
     for path, name in (("trainer.py", "Trainer.resume"), ("commands/evaluate.py", "restore")):
         text = (package / path).read_text(encoding="utf-8")
-        (package / path).write_text(f"{text}{OF_LOADING}{name} = _measured({name})\n", encoding="utf-8")
+        (package / path).write_text(
+            f"{text}{OF_LOADING}{name} = _measured({name})\n", encoding="utf-8"
+        )
     rows = []
     commands = {
         "a run is continued": [*size, "training.max_steps=2", *COMMON],
-        "`run.py evaluate`": ["evaluate", "name=loading", "evaluation.checkpoint=last", "evaluation.max_batches=2"],
+        "`run.py evaluate`": [
+            "evaluate",
+            "name=loading",
+            "evaluation.checkpoint=last",
+            "evaluation.max_batches=2",
+        ],
     }
     for label, words in commands.items():
         for strategy in ("ddp", "fsdp"):
             logs = run(project, *words, f"strategy={strategy}", *(COMMON[:1]))
-            held = [max(0, int(log.rpartition("held for a moment: ")[2].split()[0])) / num_bytes for log in logs]
+            held = [
+                max(0, int(log.rpartition("held for a moment: ")[2].split()[0])) / num_bytes
+                for log in logs
+            ]
             rows.append(f"| {label}, {strategy} | {held[0]:.2f} | {held[1]:.2f} |")
             print(rows[-1], flush=True)
     return num_bytes / 1e6, rows

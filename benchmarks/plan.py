@@ -58,14 +58,21 @@ class Case:
     def name(self) -> str:
         data = "" if self.data == "batches" else f" on {self.data}"
         workers = f", {self.num_workers} workers" if self.num_workers else ""
-        return f"{self.work}{data}{workers}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        return (
+            f"{self.work}{data}{workers}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        )
 
 
 PEERS = [
     Row("Accelerate", "accelerate_loop.py", launcher=TORCHRUN),
     Row("Fabric", "fabric.py"),
     Row("Lightning Trainer", "lightning_trainer.py"),
-    Row("transformers Trainer", "transformers_trainer.py", launcher=TORCHRUN, extra_path=TRANSFORMERS),
+    Row(
+        "transformers Trainer",
+        "transformers_trainer.py",
+        launcher=TORCHRUN,
+        extra_path=TRANSFORMERS,
+    ),
     Row("tutorials' recipe", "recipe.py"),
 ]
 ROWS = [

@@ -52,9 +52,14 @@ class Table:
 
 def describe_machine() -> dict[str, str | int]:
     """Return the machine's processor, cores and system, and the versions of Python and the libraries."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     versions = {name: version(name) for name in LIBRARIES}
-    versions |= {found.name: found.version for found in distributions(name="transformers", path=[str(TRANSFORMERS)])}
+    versions |= {
+        found.name: found.version
+        for found in distributions(name="transformers", path=[str(TRANSFORMERS)])
+    }
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return {
@@ -67,7 +72,11 @@ def describe_machine() -> dict[str, str | int]:
 
 
 def markdown(
-    measurements: Sequence[Measurement], machine: dict[str, str | int], *, num_rounds: int, minutes: float
+    measurements: Sequence[Measurement],
+    machine: dict[str, str | int],
+    *,
+    num_rounds: int,
+    minutes: float,
 ) -> str:
     """Return all tables as Markdown."""
     words = ", ".join(f"{key} {value}" for key, value in machine.items())
@@ -91,7 +100,9 @@ def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
 
     A run is compared closely with the bare or tuned loop that has its optimizer, and loosely with the bare loop.
     """
-    references = {(m.case, m.row): m.final_loss for m in reversed(measurements) if m.row in (BARE, TUNED)}
+    references = {
+        (m.case, m.row): m.final_loss for m in reversed(measurements) if m.row in (BARE, TUNED)
+    }
     is_tuned = {row.name: row.is_tuned for row in ROWS}
     found = []
     for measurement in measurements:
@@ -99,7 +110,9 @@ def differing_losses(measurements: Sequence[Measurement]) -> list[str]:
         for base, tolerance in ((own, TOLERANCE), (BARE, TOLERANCE_BETWEEN_OPTIMIZERS)):
             loss = references.get((measurement.case, base))
             if loss is not None and not abs(measurement.final_loss / loss - 1) < tolerance:
-                found.append(f"{measurement.case}: {measurement.row}: {measurement.final_loss}, {base}: {loss}")
+                found.append(
+                    f"{measurement.case}: {measurement.row}: {measurement.final_loss}, {base}: {loss}"
+                )
     return found
 
 
@@ -118,7 +131,9 @@ def _table(table: Table) -> str:
     ]
     for row in sorted(table.rows, key=lambda row: table.median(row, "microseconds")):
         name = f"**{row}**" if row == OURS else row
-        memory = statistics.median(max(measurement.peak_memory_mib) for measurement in table.rows[row])
+        memory = statistics.median(
+            max(measurement.peak_memory_mib) for measurement in table.rows[row]
+        )
         excess = f"{table.excess(row, TUNED, 'microseconds'):+.0f}" if TUNED in table.rows else ""
         lines.append(
             f"| {name} | {table.median(row, 'microseconds'):.0f} | {_spread(table, row, 'microseconds')} | {excess} "
@@ -138,7 +153,10 @@ def _spread(table: Table, row: str, quantity: str) -> str:
 def _aims(tables: dict[str, Table]) -> str:
     judged = [(case, *aim) for case, table in tables.items() for aim in _judge(case, table)]
     missed = [f"{case}: {aim} ({shown})" for case, aim, is_met, _, shown in judged if not is_met]
-    lines = [f"{len(judged) - len(missed)} of {len(judged)} aims are met. Missed: {'; '.join(missed) or 'none'}.", ""]
+    lines = [
+        f"{len(judged) - len(missed)} of {len(judged)} aims are met. Missed: {'; '.join(missed) or 'none'}.",
+        "",
+    ]
     lines += ["| aim of the generated trainer | measured | |", "|---|---:|---|"]
     for case, aim, is_met, is_clear, shown in judged:
         verdict = ("met" if is_met else "**missed**") + ("" if is_clear else ", within the noise")
@@ -159,15 +177,24 @@ def _judge(case: str, table: Table) -> Iterator[tuple[str, bool, bool, str]]:
     yield _judge_ratio(table, f"at most {limit} x bare", BARE, limit)
     if is_small:
         excess = table.excess(OURS, TUNED, "microseconds")
-        pairs = zip(table.values(AGAIN, "microseconds"), table.values(BARE, "microseconds"), strict=True)
+        pairs = zip(
+            table.values(AGAIN, "microseconds"), table.values(BARE, "microseconds"), strict=True
+        )
         noise = statistics.median(abs(again - bare) for again, bare in pairs)
-        yield "at most 15 µs above tuned", excess <= 15, abs(excess - 15) > noise, f"{excess:+.0f} µs"
+        yield (
+            "at most 15 µs above tuned",
+            excess <= 15,
+            abs(excess - 15) > noise,
+            f"{excess:+.0f} µs",
+        )
     else:
         yield _judge_ratio(table, "at most 1.02 x tuned", TUNED, 1.02)
     quantities = {"microseconds": "step"}
     if case.endswith("2 ranks"):
         quantities["startup_seconds"] = "start-up"
-        yield _judge_ratio(table, "start-up at most 0.75 x bare mp.spawn", BARE, 0.75, "startup_seconds")
+        yield _judge_ratio(
+            table, "start-up at most 0.75 x bare mp.spawn", BARE, 0.75, "startup_seconds"
+        )
     for quantity, word in quantities.items():
         for peer in sorted(row for row in table.rows if row.removesuffix(", tuned") in PEER_NAMES):
             yield _judge_ratio(table, f"{word} not slower than {peer}", peer, 1.0, quantity)

@@ -21,8 +21,16 @@ from report import describe_machine, differing_losses, markdown, replace_section
 
 def main() -> None:
     arguments = parse_arguments()
-    of_batches = [case for case in CASES if case.data == "batches"]  # the others have a file of their own
-    cases = [shorten(case) for case in CASES] if arguments.quick else CASES if arguments.case else of_batches
+    of_batches = [
+        case for case in CASES if case.data == "batches"
+    ]  # the others have a file of their own
+    cases = (
+        [shorten(case) for case in CASES]
+        if arguments.quick
+        else CASES
+        if arguments.case
+        else of_batches
+    )
     cases = [case for case in cases if arguments.case in case.name]
     rows = [row for row in ROWS if not arguments.rows or row.name in arguments.rows.split(";")]
     measurements: list[Measurement] = []
@@ -46,19 +54,36 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round of 150 steps each; no file is written")
-    parser.add_argument("--case", default="", help="only the cases whose name contains this, such as 'mlp, 1'")
-    parser.add_argument("--output", default="", help="a file beside this one for the tables, such as RESULTS-DATA.md")
-    parser.add_argument("--rows", default="", help="only these rows, with ; between; no file is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of 150 steps each; no file is written"
+    )
+    parser.add_argument(
+        "--case", default="", help="only the cases whose name contains this, such as 'mlp, 1'"
+    )
+    parser.add_argument(
+        "--output",
+        default="",
+        help="a file beside this one for the tables, such as RESULTS-DATA.md",
+    )
+    parser.add_argument(
+        "--rows", default="", help="only these rows, with ; between; no file is written"
+    )
     return parser.parse_args()
 
 
 def finish(measurements: list[Measurement], arguments: argparse.Namespace, minutes: float) -> None:
     """Print the tables, fail if the final losses of the loops differ, and write the files."""
     machine = describe_machine()
-    text = markdown(measurements, machine, num_rounds=1 if arguments.quick else arguments.rounds, minutes=minutes)
+    text = markdown(
+        measurements,
+        machine,
+        num_rounds=1 if arguments.quick else arguments.rounds,
+        minutes=minutes,
+    )
     print(text)
     if differences := differing_losses(measurements):
         raise SystemExit("the final losses are not equal:\n" + "\n".join(differences))
@@ -66,7 +91,10 @@ def finish(measurements: list[Measurement], arguments: argparse.Namespace, minut
         replace_section(HERE / arguments.output, text)
     elif not (arguments.quick or arguments.case or arguments.rows):
         replace_section(HERE / "RESULTS.md", text)
-        content = {"machine": machine, "measurements": [asdict(measurement) for measurement in measurements]}
+        content = {
+            "machine": machine,
+            "measurements": [asdict(measurement) for measurement in measurements],
+        }
         (HERE / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -67,8 +67,18 @@ NEVER = ("examples", "small", "template_only")
 """Folders of the template that no project holds, after their files have been used."""
 SMALL_KEEPS = {
     "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
-    "template_package": ["__init__.py", "dataset.py", "errors.py", "files.py", "model.py", "tracking/*.py"],
-    "tests": ["test_dataset.py", "test_model.py"],
+    "template_package": [
+        "__init__.py",
+        "core/random_states.py",
+        "core/task.py",
+        "core/__init__.py",
+        "dataset.py",
+        "errors.py",
+        "files.py",
+        "model.py",
+        "tracking/*.py",
+    ],
+    "tests": ["test_dataset.py", "test_model.py", "workload/dataset.py", "workload/model.py"],
 }
 """{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
 NOT_IN_SMALL = {"evaluation.max_batches"}
@@ -85,7 +95,9 @@ def main() -> int:
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if "_output_dir" not in answers:  # cruft runs the hooks at every update too; its stdout may hold a patch
+    if (
+        "_output_dir" not in answers
+    ):  # cruft runs the hooks at every update too; its stdout may hold a patch
         print("smoke test: SKIPPED (under cruft; `python run.py smoke` runs it)", file=sys.stderr)
         return 0
     write_origin(project, answers)
@@ -100,7 +112,9 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     config, pyproject = project / "config.yaml", project / "pyproject.toml"
     for path in (*paths_not_chosen(answers), "tests/machinery"):
         if path.startswith("config.yaml:"):
-            text = remove_section(config.read_text(encoding="utf-8"), path.removeprefix("config.yaml:"))
+            text = remove_section(
+                config.read_text(encoding="utf-8"), path.removeprefix("config.yaml:")
+            )
             config.write_text(text, encoding="utf-8", newline="\n")
         elif (project / path).is_dir():
             shutil.rmtree(project / path)
@@ -109,7 +123,9 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     if answers["size"] == "small":
         take_small_files(project)
     text = config.read_text(encoding="utf-8")
-    text = install_example(project, answers["example"], text, NOT_IN_SMALL if answers["size"] == "small" else ())
+    text = install_example(
+        project, answers["example"], text, NOT_IN_SMALL if answers["size"] == "small" else ()
+    )
     text = set_value(text, "device_ids", device_ids_as_yaml(answers["device_ids"]))
     text = set_value(text, "logging.tracker", answers["tracker"])
     config.write_text(text, encoding="utf-8", newline="\n")
@@ -120,7 +136,9 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
-    text = text.replace('["template_package', f'["{answers["package_name"]}')  # no answer has a bare quote in TOML
+    text = text.replace(
+        '["template_package', f'["{answers["package_name"]}'
+    )  # no answer has a bare quote in TOML
     pyproject.write_text(text, encoding="utf-8", newline="\n")
 
     for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
@@ -144,7 +162,9 @@ def take_small_files(project: Path) -> None:
     """Remove the files that only size=full has, and move those of small/ to their places."""
     for folder, patterns in SMALL_KEEPS.items():
         kept = {path for pattern in patterns for path in (project / folder).glob(pattern)}
-        for path in sorted((project / folder).rglob("*"), reverse=True):  # files before the folders that hold them
+        for path in sorted(
+            (project / folder).rglob("*"), reverse=True
+        ):  # files before the folders that hold them
             if path.is_file() and path not in kept:
                 path.unlink()
             elif path.is_dir() and not any(path.iterdir()):
@@ -156,7 +176,9 @@ def take_small_files(project: Path) -> None:
         source.replace(target)
 
 
-def install_example(project: Path, example: str, config: str, left_out: Collection[str] = ()) -> str:
+def install_example(
+    project: Path, example: str, config: str, left_out: Collection[str] = ()
+) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
     The example `image` has no folder, because its files are in place already. left_out: keys that are not changed.
@@ -200,7 +222,9 @@ def set_value(config: str, key: str, value: str) -> str:
     block = re.search(section_pattern(section) if section else r"\A[\s\S]*", config, re.MULTILINE)
     assert block, f"config.yaml has no {section}"
     indent = "  " if section else ""
-    line = re.compile(rf"^{indent}{name}: (.*?)( +#.*)?$", re.MULTILINE).search(config, *block.span())
+    line = re.compile(rf"^{indent}{name}: (.*?)( +#.*)?$", re.MULTILINE).search(
+        config, *block.span()
+    )
     assert line, f"config.yaml has no {key}"
     comment = (line[2] or "").lstrip()
     if comment:
@@ -212,7 +236,9 @@ def device_ids_as_yaml(device_ids: str) -> str:
     """Convert the answer to YAML: `0,2` becomes `[0, 2]`. A single word, such as cpu or auto:2, is not changed."""
     entries = [entry.strip() for entry in device_ids.strip().strip("[]").split(",")]
     entries = [str(int(entry)) if entry.isdigit() else entry for entry in entries]
-    return entries[0] if len(entries) == 1 and not entries[0].isdigit() else f"[{', '.join(entries)}]"
+    return (
+        entries[0] if len(entries) == 1 and not entries[0].isdigit() else f"[{', '.join(entries)}]"
+    )
 
 
 def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
@@ -238,9 +264,15 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 
     The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
     """
-    template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()  # `.` may have been typed
+    template = Path(
+        os.environ.get("PWD", ""), answers.get("_repo_dir", "")
+    ).resolve()  # `.` may have been typed
     is_clone = (template / "cookiecutter.json").is_file() and (template / ".git").exists()
-    commit = ask_git(template, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if is_clone else None
+    commit = (
+        ask_git(template, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        if is_clone
+        else None
+    )
     url = ask_git(template, "remote", "get-url", "origin") if is_clone else None
     if not re.match(r"(https?|ssh|git)://|[^/]+@[^/]+:", url or ""):
         url = None
@@ -254,7 +286,9 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 def ask_git(folder: Path, *words: str) -> str | None:
     """Return git's output, or None if git fails or is not installed."""
     try:
-        return subprocess.check_output(["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8").strip()
+        return subprocess.check_output(
+            ["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8"
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -266,7 +300,10 @@ def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
         steps += [(". .venv/bin/activate", "")]
     elif state in {"NOT RUN", "SKIPPED"}:
         steps += [
-            ("python3 -m venv .venv && . .venv/bin/activate", "or activate an environment of your own"),
+            (
+                "python3 -m venv .venv && . .venv/bin/activate",
+                "or activate an environment of your own",
+            ),
             ("python -m pip install -c constraints.txt -e .", "installs the dependencies"),
         ]
     if state != "PASSED":
@@ -276,7 +313,9 @@ def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
             ("python run.py", "trains on the devices that config.yaml names"),
             ("git init -b main && git add -A && git commit -m Start", "before your first change"),
         ]
-    lines = [f"  {command:<56}{'# ' + reason if reason else ''}".rstrip() for command, reason in steps]
+    lines = [
+        f"  {command:<56}{'# ' + reason if reason else ''}".rstrip() for command, reason in steps
+    ]
     package = answers["package_name"]
     yours = f"You write {package}/model.py and {package}/dataset.py; README.md explains how."
     return "\n".join(["", "Next:", *lines, yours])

@@ -24,7 +24,9 @@ RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
 
 FREE_TEXT = ("project_name", "description", "author_name")
-WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)}
+WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
+    f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)
+}
 LIBRARIES = set(
     """
     absl absl-py accelerate aiohttp aiosignal alembic annotated-types arrow attr attrs blinker brotli cachetools
@@ -42,7 +44,9 @@ LIBRARIES = set(
     wcwidth websockets werkzeug wheel workload xxhash yaml yarl zipp
     """.split()
 )
-FOLDERS = set("build conftest data dist examples run runs scripts template_only template_package tests".split())
+FOLDERS = set(
+    "build conftest data dist examples run runs scripts template_only template_package tests".split()
+)
 
 
 def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
@@ -52,15 +56,23 @@ def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
         if problem := text_problem(answers[key]):
             problems[key] = problem
     if not answers["project_name"].strip():
-        problems["project_name"] = "it is empty. Give the project a name, such as project_name='My Project'."
+        problems["project_name"] = (
+            "it is empty. Give the project a name, such as project_name='My Project'."
+        )
     if rule := broken_slug_rule(answers["project_slug"]):
-        problems["project_slug"] = f"it must {rule}. Use project_slug={suggest_slug(answers['project_slug'])}"
+        problems["project_slug"] = (
+            f"it must {rule}. Use project_slug={suggest_slug(answers['project_slug'])}"
+        )
     if rule := broken_package_rule(answers["package_name"]):
-        problems["package_name"] = f"it must {rule}. Use package_name={suggest_package(answers['package_name'])}"
+        problems["package_name"] = (
+            f"it must {rule}. Use package_name={suggest_package(answers['package_name'])}"
+        )
     if problem := device_ids_problem(answers["device_ids"]):
         problems["device_ids"] = problem
     if answers["extra_strategies"] != "none" and answers["size"] != "full":
-        problems["extra_strategies"] = "it needs the full size. Use extra_strategies=none, or add size=full"
+        problems["extra_strategies"] = (
+            "it needs the full size. Use extra_strategies=none, or add size=full"
+        )
     if "tools" in answers:
         remedy = f"Use size={size_of_tools(answers['tools'])}"
         problems["tools"] = f"the question is called size since version 0.3. {remedy}"
@@ -76,7 +88,9 @@ def text_problem(text: str) -> str | None:
     if any(unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"} for character in text):
         return "it holds a line break, a control character or half a character. Write one line of printable text."
     if re.search(r"\{\{|\{%|\{#", text):
-        return "cookiecutter would read {{, {% or {# as its own syntax. Write the text without them."
+        return (
+            "cookiecutter would read {{, {% or {# as its own syntax. Write the text without them."
+        )
     return None
 
 
@@ -106,7 +120,9 @@ def suggest_slug(text: str) -> str:
     """Return a valid slug close to the given text."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     slug = re.sub(r"[^a-z0-9]+", "-", ascii_text).strip("-")[:56].strip("-")
-    return f"project-{slug}".strip("-") if not slug[:1].isalpha() or broken_slug_rule(slug) else slug
+    return (
+        f"project-{slug}".strip("-") if not slug[:1].isalpha() or broken_slug_rule(slug) else slug
+    )
 
 
 def suggest_package(text: str) -> str:
@@ -140,13 +156,19 @@ def typed_tools() -> dict[str, str]:
         words = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")
     elif shutil.which("ps"):
         command = ["ps", "-ww", "-o", "args=", "-p", str(parent)]
-        words = subprocess.run(command, check=False, stdout=subprocess.PIPE, encoding="utf-8").stdout.split()
+        words = subprocess.run(
+            command, check=False, stdout=subprocess.PIPE, encoding="utf-8"
+        ).stdout.split()
     return dict(word.split("=", 1) for word in words if word.startswith("tools="))
 
 
 def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> str:
     """Return the command line that asks again and keeps the good answers."""
-    good = {key: value for key, value in answers.items() if not key.startswith("_") and key not in problems}
+    good = {
+        key: value
+        for key, value in answers.items()
+        if not key.startswith("_") and key not in problems
+    }
     if "tools" in answers:
         good["size"] = size_of_tools(answers["tools"])
     template = answers.get("_template", "TEMPLATE")
@@ -162,14 +184,21 @@ def main() -> int:
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)
-    if any(path.name != ".git" for path in Path.cwd().iterdir()):  # cookiecutter -f would overwrite the user's work
-        problems["project_slug"] = f"{Path.cwd()} is not empty. Choose another name; `cruft update` updates a project."
+    if any(
+        path.name != ".git" for path in Path.cwd().iterdir()
+    ):  # cookiecutter -f would overwrite the user's work
+        problems["project_slug"] = (
+            f"{Path.cwd()} is not empty. Choose another name; `cruft update` updates a project."
+        )
     if not problems:
         return 0
     print("These answers would give a broken project:", file=sys.stderr)
     for key, problem in problems.items():
         print(f"  {key}={answers[key]!r}: {problem}", file=sys.stderr)
-    print(f"Nothing was written. To keep the other answers:\n  {repeat_command(answers, problems)}", file=sys.stderr)
+    print(
+        f"Nothing was written. To keep the other answers:\n  {repeat_command(answers, problems)}",
+        file=sys.stderr,
+    )
     return 1
 
 

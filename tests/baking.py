@@ -19,7 +19,9 @@ ONLY_WITH = {
     "accelerate": [("extra_strategies", "accelerate")],
     "deepspeed|/zero/": [("extra_strategies", "deepspeed")],
     "horovod": [("extra_strategies", "horovod")],
-    "library_environment": [("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")],
+    "library_environment": [
+        ("extra_strategies", name) for name in ("accelerate", "deepspeed", "horovod")
+    ],
     r"^\.(?!git|template)|^\.github|^Dockerfile|^AGENTS|^CITATION": [("furniture", "all")],
     "tensorboard": [("tracker", "tensorboard")],
     "wandb": [("tracker", "wandb")],
@@ -36,7 +38,14 @@ IN_BOTH_SIZES = re.compile(
 """Pattern of the files that size=small shares with size=full."""
 SETTINGS = {"size": "full", "smoke_test": "skip"}
 """What bake() answers unless a test says otherwise. Most tests are about what only the full size has."""
-FOREIGN = ("DDP_TEMPLATE_", "CONDA_", "VIRTUAL_ENV", "PYTEST_", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+FOREIGN = (
+    "DDP_TEMPLATE_",
+    "CONDA_",
+    "VIRTUAL_ENV",
+    "PYTEST_",
+    "PYTHONPYCACHEPREFIX",
+    "PYTHONDONTWRITEBYTECODE",
+)
 
 
 def export_template(destination: Path) -> Path:
@@ -52,14 +61,29 @@ def export_template(destination: Path) -> Path:
 
 def bake(template: Path, output_dir: Path, overwrite: bool = False, /, **answers: str) -> Path:
     """Make a project without running its smoke test. Return the project's folder."""
-    options = {"no_input": True, "overwrite_if_exists": overwrite, "extra_context": {**SETTINGS, **answers}}
+    options = {
+        "no_input": True,
+        "overwrite_if_exists": overwrite,
+        "extra_context": {**SETTINGS, **answers},
+    }
     return Path(cookiecutter(str(template), output_dir=str(output_dir), **options))
 
 
-def cookiecutter_command(template: Path, output_dir: Path, answers: Mapping[str, str], python: str) -> list[str]:
+def cookiecutter_command(
+    template: Path, output_dir: Path, answers: Mapping[str, str], python: str
+) -> list[str]:
     """Return the command that makes a project. Its size is full, unless the answers say otherwise."""
     pairs = [f"{key}={value}" for key, value in {"size": "full", **answers}.items()]
-    return [python, "-m", "cookiecutter", str(template), "--no-input", "-o", str(output_dir), *pairs]
+    return [
+        python,
+        "-m",
+        "cookiecutter",
+        str(template),
+        "--no-input",
+        "-o",
+        str(output_dir),
+        *pairs,
+    ]
 
 
 def run_cookiecutter(
@@ -90,13 +114,21 @@ def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def default_answers() -> dict[str, str]:
     """Return bake()'s answers to the multiple-choice questions, and the default name of the package."""
     questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-    choices = {key: value[0] for key, value in questions.items() if isinstance(value, list) and key[0] != "_"}
+    choices = {
+        key: value[0]
+        for key, value in questions.items()
+        if isinstance(value, list) and key[0] != "_"
+    }
     return choices | SETTINGS | {"package_name": "ddp_experiment"}
 
 
@@ -114,7 +146,13 @@ def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
     for name in names:
         if name.startswith(f"examples/{answers['example']}/") and not name.endswith("config.yaml"):
             file = name.rpartition("/")[2]
-            folder = "" if not file.endswith(".py") else "tests/" if file.startswith("test_") else "template_package/"
+            folder = (
+                ""
+                if not file.endswith(".py")
+                else "tests/"
+                if file.startswith("test_")
+                else "template_package/"
+            )
             chosen.add(f"{folder}{file}")
     for word, owners in ONLY_WITH.items():
         if not any(answers[question] in (answer, "all") for question, answer in owners):

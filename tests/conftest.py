@@ -49,9 +49,22 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Install a Python that has cookiecutter and nothing else, as pipx and uvx do. Return its path."""
     python = str(tmp_path_factory.mktemp("isolated") / "bin" / "python")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(Path(python).parents[1])], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(Path(python).parents[1])], check=True
+    )
     constraints = str(ROOT / "constraints.txt")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-c", constraints, "cookiecutter"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "-c",
+        constraints,
+        "cookiecutter",
+    ]
     subprocess.run(pip, check=True)
     return python
 
@@ -60,11 +73,16 @@ def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 def stub_python(tmp_path: Path) -> StubPython:
     """Return a function that makes a stand-in for Python: a script that runs shell lines instead of run.py."""
 
-    def make(run_py: str = "exit 1", anything_else: str = f'exec "{sys.executable}" "$@"', name: str = "stub") -> str:
+    def make(
+        run_py: str = "exit 1",
+        anything_else: str = f'exec "{sys.executable}" "$@"',
+        name: str = "stub",
+    ) -> str:
         path = tmp_path / "pythons" / name / "python3"
         path.parent.mkdir(parents=True)
         path.write_text(
-            f'#!/bin/sh\ncase "$*" in\n*run.py*)\n{run_py}\n;;\n*)\n{anything_else}\n;;\nesac\n', encoding="utf-8"
+            f'#!/bin/sh\ncase "$*" in\n*run.py*)\n{run_py}\n;;\n*)\n{anything_else}\n;;\nesac\n',
+            encoding="utf-8",
         )
         path.chmod(0o755)
         return str(path)
@@ -84,7 +102,9 @@ def marked_processes(mark: str) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            is_marked = process.pid != os.getpid() and process.environ().get("DDP_MARK_OF_TEST") == mark
+            is_marked = (
+                process.pid != os.getpid() and process.environ().get("DDP_MARK_OF_TEST") == mark
+            )
             if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.cmdline()))
         except psutil.Error:

@@ -25,7 +25,15 @@ GOOD = {
     "extra_strategies": "none",
 }
 REFUSED = {
-    "project_name": ["", "   ", "two\nlines", "tab\there", "bell\a", "half \ud83d", "line\u2028separator"],
+    "project_name": [
+        "",
+        "   ",
+        "two\nlines",
+        "tab\there",
+        "bell\a",
+        "half \ud83d",
+        "line\u2028separator",
+    ],
     "description": ["two\nlines", "\x7f", "{{ cookiecutter }}", "{% raw %}", "{# note"],
     "author_name": ["two\r\nlines", "\x00"],
     "project_slug": [
@@ -36,22 +44,48 @@ REFUSED = {
         *"Upper 3d a-b a.b _x café class import json yaml torch numpy sklearn pynvml run tests scripts con".split(),
         *["template_package", "", "a b", "a" * 41],
     ],
-    "device_ids": ["", *"x -1 auto: auto:0 auto:-1 0,,2 0;2 [0 0] 0,0 cpu,0 cuda:0 gpu cpu:2 0x1 1.5".split()],
+    "device_ids": [
+        "",
+        *"x -1 auto: auto:0 auto:-1 0,,2 0;2 [0 0] 0,0 cpu,0 cuda:0 gpu cpu:2 0x1 1.5".split(),
+    ],
 }
 ACCEPTED = {
-    "project_name": ["x", "O'Neil's \"best\" \\ work", "日本語 실험 😀 👩‍🔬", "a: b # c", "[1, 2]", "<b>&amp;</b>"],
+    "project_name": [
+        "x",
+        "O'Neil's \"best\" \\ work",
+        "日本語 실험 😀 👩‍🔬",
+        "a: b # c",
+        "[1, 2]",
+        "<b>&amp;</b>",
+    ],
     "project_slug": ["a", "ab", "a-b_c", "net2", "a" * 64],
     "package_name": ["a", "ab", "net_2", "a" * 40, "match"],
-    "device_ids": ["auto", "auto:2", "0", "0,2", "0, 2", "[0, 2]", "[0]", "cpu", "cpu,cpu", "[cpu, cpu]", "mps"],
+    "device_ids": [
+        "auto",
+        "auto:2",
+        "0",
+        "0,2",
+        "0, 2",
+        "[0, 2]",
+        "[0]",
+        "cpu",
+        "cpu,cpu",
+        "[cpu, cpu]",
+        "mps",
+    ],
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in REFUSED for value in REFUSED[key]])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key in REFUSED for value in REFUSED[key]]
+)
 def test_bad_answer_is_refused_by_its_key(key: str, value: str) -> None:
     assert list(find_problems(GOOD | {key: value})) == [key]
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key in ACCEPTED for value in ACCEPTED[key]])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key in ACCEPTED for value in ACCEPTED[key]]
+)
 def test_good_answer_is_accepted(key: str, value: str) -> None:
     assert find_problems(GOOD | {key: value}) == {}
 
@@ -59,7 +93,9 @@ def test_good_answer_is_accepted(key: str, value: str) -> None:
 def test_extra_strategies_need_the_full_size() -> None:
     for strategies in ("accelerate", "deepspeed", "horovod", "all"):
         assert find_problems(GOOD | {"extra_strategies": strategies}) == {}
-        problems = find_problems(GOOD | {"extra_strategies": strategies, "size": "small", "device_ids": "0,cpu"})
+        problems = find_problems(
+            GOOD | {"extra_strategies": strategies, "size": "small", "device_ids": "0,cpu"}
+        )
         assert list(problems) == ["device_ids", "extra_strategies"]
         assert problems["extra_strategies"].endswith("Use extra_strategies=none, or add size=full")
 
@@ -69,10 +105,17 @@ def test_question_that_is_gone_is_refused_on_the_command_line(
     template: Path, tmp_path: Path, tools: str, size: str
 ) -> None:
     """Cookiecutter would ignore it, and an old project's update script would make a small project of a full one."""
-    result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", tools=tools, project_name="tools=x")
+    result = run_cookiecutter(
+        template, tmp_path / "out", smoke_test="skip", tools=tools, project_name="tools=x"
+    )
     assert result.returncode == 1
-    assert f"tools={tools!r}: the question is called size since version 0.3. Use size={size}\n" in result.stdout
-    command = next(line for line in result.stdout.splitlines() if line.startswith("  cookiecutter "))
+    assert (
+        f"tools={tools!r}: the question is called size since version 0.3. Use size={size}\n"
+        in result.stdout
+    )
+    command = next(
+        line for line in result.stdout.splitlines() if line.startswith("  cookiecutter ")
+    )
     assert f" size={size} " in command and " tools=" not in command
     assert not list((tmp_path / "out").iterdir())
 
@@ -105,7 +148,9 @@ def test_refused_answers_leave_nothing(
     with pytest.raises(FailedHookException):
         bake(template, output_dir, **answers)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    if "/" not in answers.get("project_slug", ""):  # cookiecutter itself makes parent folders before any hook
+    if "/" not in answers.get(
+        "project_slug", ""
+    ):  # cookiecutter itself makes parent folders before any hook
         assert list(output_dir.iterdir()) == []
 
 
@@ -125,14 +170,18 @@ def test_folder_that_holds_only_git_is_filled(template: Path, tmp_path: Path) ->
     assert (bake(template, tmp_path, True) / "run.py").is_file()
 
 
-def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(template: Path, tmp_path: Path) -> None:
+def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(
+    template: Path, tmp_path: Path
+) -> None:
     bad = {"project_slug": "Bad Slug", "package_name": "torch", "device_ids": "0,cpu"}
     good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": "stub"}
     result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", **bad, **good)
     assert result.returncode == 1
     for key, value in bad.items():
         assert f"{key}={value!r}" in result.stdout
-    command = next(line for line in result.stdout.splitlines() if line.startswith("  cookiecutter "))
+    command = next(
+        line for line in result.stdout.splitlines() if line.startswith("  cookiecutter ")
+    )
     words = shlex.split(command)
     assert words[1:4] == [str(template), "-o", str(tmp_path / "out")]
     repeated = dict(word.split("=", 1) for word in words[4:])
@@ -170,7 +219,9 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_printable_text_arrives_as_typed(template: Path, tmp_path: Path, text: str) -> None:
     names = {"project_slug": "net", "package_name": "net"}
-    project = bake(template, tmp_path, project_name=text, description=text, author_name=text, **names)
+    project = bake(
+        template, tmp_path, project_name=text, description=text, author_name=text, **names
+    )
     assert (project / "README.md").read_text(encoding="utf-8").startswith(f"# {text}\n")
     metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert metadata["description"] == text
@@ -211,18 +262,35 @@ def test_default_names_are_good_ones(
         ("[cpu]", "cpu"),
     ],
 )
-def test_device_ids_reach_the_config(template: Path, tmp_path: Path, answer: str, value: object) -> None:
+def test_device_ids_reach_the_config(
+    template: Path, tmp_path: Path, answer: str, value: object
+) -> None:
     project = bake(template, tmp_path, device_ids=answer, extra_strategies="all")
     text = (project / "config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["device_ids"] == value
-    before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(encoding="utf-8")
-    changed = [(new, old) for new, old in zip(text.splitlines(), before.splitlines(), strict=True) if new != old]
-    assert all(new.startswith("device_ids: ") for new, _ in changed)  # no other line changes, not even a comment
+    before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(
+        encoding="utf-8"
+    )
+    changed = [
+        (new, old)
+        for new, old in zip(text.splitlines(), before.splitlines(), strict=True)
+        if new != old
+    ]
+    assert all(
+        new.startswith("device_ids: ") for new, _ in changed
+    )  # no other line changes, not even a comment
     assert all(new.partition("#")[2] == old.partition("#")[2] for new, old in changed)
 
 
 def test_answers_are_never_run_as_code(template: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     attack = f'"""; open({str(marker)!r}, "w"); """ \'\'\' $(touch {marker}) `touch {marker}` \\'
-    bake(template, tmp_path / "out", project_name=attack, project_slug="net", author_name=attack, description=attack)
+    bake(
+        template,
+        tmp_path / "out",
+        project_name=attack,
+        project_slug="net",
+        author_name=attack,
+        description=attack,
+    )
     assert not marker.exists()

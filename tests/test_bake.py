@@ -20,16 +20,34 @@ from baking import PROJECT, ROOT, bake, default_answers, expected_files, files_o
 from post_gen_project import NOT_IN_SMALL
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-CHOICES = {key: value for key, value in QUESTIONS.items() if isinstance(value, list) and not key.startswith("_")}
-SINGLE = [{key: value} for key, values in CHOICES.items() if key != "smoke_test" for value in values]
+CHOICES = {
+    key: value
+    for key, value in QUESTIONS.items()
+    if isinstance(value, list) and not key.startswith("_")
+}
+SINGLE = [
+    {key: value} for key, values in CHOICES.items() if key != "smoke_test" for value in values
+]
 COMBINED = [
     {"example": "stub", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
-    {"example": "stub", "tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
+    {
+        "example": "stub",
+        "tracker": "wandb",
+        "license": "Apache-2.0",
+        "author_name": "Ada",
+        "package_name": "ab",
+    },
     {"example": "folder", "tracker": "none", "extra_strategies": "all", "license": "Apache-2.0"},
     {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
     {"example": "text", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
     {"example": "gpt", "tracker": "none", "license": "none", "package_name": "ab"},
-    {"example": "text", "tracker": "none", "furniture": "none", "package_name": "ab", "size": "small"},
+    {
+        "example": "text",
+        "tracker": "none",
+        "furniture": "none",
+        "package_name": "ab",
+        "size": "small",
+    },
     *({"example": example, "size": "small"} for example in CHOICES["example"][1:]),
     *({"tracker": tracker, "size": "small"} for tracker in CHOICES["tracker"][1:]),
 ]
@@ -46,15 +64,21 @@ def named(answers: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("answers", SINGLE + COMBINED, ids=named)
-def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
+def test_project_holds_exactly_what_was_chosen(
+    template: Path, tmp_path: Path, answers: dict[str, str]
+) -> None:
     chosen = default_answers() | answers
     project = bake(template, tmp_path, **answers)
     files = files_of(project)
     assert set(files) == expected_files(template, chosen)
 
-    leftovers = re.compile(rb"template_package|template_only|cookiecutter\.(?!json)\w|\{%|# only with ")
+    leftovers = re.compile(
+        rb"template_package|template_only|cookiecutter\.(?!json)\w|\{%|# only with "
+    )
     page = f"{chosen['package_name']}/commands/report/page.html"  # the project renders it itself, with Jinja too
-    assert [name for name, content in files.items() if leftovers.search(content) and name != page] == []
+    assert [
+        name for name, content in files.items() if leftovers.search(content) and name != page
+    ] == []
     assert compileall.compile_dir(project, quiet=2)
 
     config = yaml.safe_load(files["config.yaml"])
@@ -71,10 +95,14 @@ def test_project_holds_exactly_what_was_chosen(template: Path, tmp_path: Path, a
     assert metadata.get("license", "none") == chosen["license"]
     all_extras = {"accelerate", "deepspeed", "horovod"}
     asked = chosen["extra_strategies"]
-    assert all_extras & set(metadata["optional-dependencies"]) == (all_extras if asked == "all" else {asked} - {"none"})
+    assert all_extras & set(metadata["optional-dependencies"]) == (
+        all_extras if asked == "all" else {asked} - {"none"}
+    )
     libraries = {requirement.partition(">=")[0] for requirement in metadata["dependencies"]}
     optional = {library for by_answer in LIBRARY_OF.values() for library in by_answer.values()}
-    wanted = {by_answer[chosen[key]] for key, by_answer in LIBRARY_OF.items() if chosen[key] in by_answer}
+    wanted = {
+        by_answer[chosen[key]] for key, by_answer in LIBRARY_OF.items() if chosen[key] in by_answer
+    }
     assert libraries & optional == wanted
 
 
@@ -88,42 +116,72 @@ def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
     without = bake(template, tmp_path / "without", furniture="none")
     assert {path.name for path in without.iterdir()} == names - {*furniture.split()}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
-    assert commands == {*"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()}
+    assert commands == {
+        *"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()
+    }
     extras = {path.name for path in (project / "ddp_experiment" / "extras").iterdir()}
     assert extras == {"__init__.py", "other_words.py", "other_words.yaml", "stream.py"}
     strategies = {path.name for path in (project / "ddp_experiment" / "strategies").iterdir()}
-    assert strategies == {"__init__.py", "base.py", "common.py", "ddp.py", "data_parallel.py", "fsdp.py"}
+    assert strategies == {
+        "__init__.py",
+        "base.py",
+        "common.py",
+        "ddp.py",
+        "data_parallel.py",
+        "fsdp.py",
+    }
 
 
 def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_path: Path) -> None:
     """List the shared files by hand, for the same reason. So a new file must be small's own, or be named here."""
     full, small = (bake(template, tmp_path / size, size=size) for size in ("full", "small"))
     assert {path.name for path in small.iterdir()} == {path.name for path in full.iterdir()}
-    own = {name.removeprefix("small/") for name in files_of(template / PROJECT) if name.startswith("small/")}
+    own = {
+        name.removeprefix("small/")
+        for name in files_of(template / PROJECT)
+        if name.startswith("small/")
+    }
     package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
     shared = {f"ddp_experiment/{name}" for name in package}
     shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
     shared |= {"tests/test_dataset.py", "tests/test_model.py"}
-    names = {name for name in files_of(small) if name.startswith(("ddp_experiment/", "scripts/", "tests/"))}
-    assert names - {name.replace("template_package", "ddp_experiment") for name in own} <= shared <= names
+    names = {
+        name
+        for name in files_of(small)
+        if name.startswith(("ddp_experiment/", "scripts/", "tests/"))
+    }
+    assert (
+        names - {name.replace("template_package", "ddp_experiment") for name in own}
+        <= shared
+        <= names
+    )
     assert {"run.py", "config.yaml", "README.md", "template_package/trainer.py"} <= own
 
 
-def test_new_file_of_the_full_size_is_not_in_a_small_project(template: Path, tmp_path: Path) -> None:
+def test_new_file_of_the_full_size_is_not_in_a_small_project(
+    template: Path, tmp_path: Path
+) -> None:
     changed = Path(shutil.copytree(template, tmp_path / "template"))
     new = "template_package/new.py template_package/tracking/new/a.py scripts/new.sh tests/test_new.py".split()
     for name in new:
         (changed / PROJECT / name).parent.mkdir(exist_ok=True)
         (changed / PROJECT / name).touch()
-    before, after = (bake(source, tmp_path / source.name / "out", size="small") for source in (template, changed))
+    before, after = (
+        bake(source, tmp_path / source.name / "out", size="small") for source in (template, changed)
+    )
     assert set(files_of(after)) == set(files_of(before))
     full = files_of(bake(changed, tmp_path / "full"))
     assert {name.replace("template_package", "ddp_experiment") for name in new} <= set(full)
 
 
 def test_keys_that_only_the_full_size_has_are_left_out_of_small_examples(template: Path) -> None:
-    config = yaml.safe_load((template / PROJECT / "small" / "config.yaml").read_text(encoding="utf-8"))
-    examples = [yaml.safe_load(path.read_text("utf-8")) for path in (template / PROJECT).glob("examples/*/config.yaml")]
+    config = yaml.safe_load(
+        (template / PROJECT / "small" / "config.yaml").read_text(encoding="utf-8")
+    )
+    examples = [
+        yaml.safe_load(path.read_text("utf-8"))
+        for path in (template / PROJECT).glob("examples/*/config.yaml")
+    ]
     for section, name in (key.split(".") for key in NOT_IN_SMALL):
         assert name not in config[section]
         assert any(name in example.get(section, {}) for example in examples)
@@ -132,29 +190,52 @@ def test_keys_that_only_the_full_size_has_are_left_out_of_small_examples(templat
 def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -> None:
     project = bake(template, tmp_path, example="stub")
     files = {name for name in files_of(project) if name.startswith("ddp_experiment/")}
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", "wheels", "."]
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        "wheels",
+        ".",
+    ]
     subprocess.run(build, check=True, cwd=project, capture_output=True)
     (wheel,) = project.glob("wheels/*.whl")
-    assert {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("ddp_experiment/")} == files
+    assert {
+        name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("ddp_experiment/")
+    } == files
 
 
 @pytest.mark.parametrize("size", ["full", "small"])
 @pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt"])
-def test_example_brings_its_own_files_and_config(template: Path, tmp_path: Path, example: str, size: str) -> None:
+def test_example_brings_its_own_files_and_config(
+    template: Path, tmp_path: Path, example: str, size: str
+) -> None:
     project = bake(template, tmp_path, example=example, size=size)
     source = template / PROJECT / "examples" / example
     for name in ("model.py", "dataset.py"):
         assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
     data = [path.name for path in source.iterdir() if path.suffix not in {".py", ".yaml"}]
-    assert data == {"folder": [], "stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
-    assert [(project / name).read_bytes() for name in data] == [(source / name).read_bytes() for name in data]
+    assert (
+        data
+        == {"folder": [], "stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
+    )
+    assert [(project / name).read_bytes() for name in data] == [
+        (source / name).read_bytes() for name in data
+    ]
     changes = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
     config = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
     assert config["data"] == changes.pop("data")
     assert config["model"] == changes.pop("model")
     assert "evaluation" in changes
     for section, values in changes.items():
-        kept = {key: value for key, value in values.items() if size == "full" or f"{section}.{key}" not in NOT_IN_SMALL}
+        kept = {
+            key: value
+            for key, value in values.items()
+            if size == "full" or f"{section}.{key}" not in NOT_IN_SMALL
+        }
         assert config[section].items() >= kept.items()
 
 

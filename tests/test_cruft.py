@@ -26,7 +26,12 @@ ANSWERS = {
 
 def run(command: list[str], folder: Path) -> str:
     result = subprocess.run(
-        command, check=False, cwd=folder, env=plain_environment(), capture_output=True, encoding="utf-8"
+        command,
+        check=False,
+        cwd=folder,
+        env=plain_environment(),
+        capture_output=True,
+        encoding="utf-8",
     )
     assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
     return result.stdout + (result.stderr if "create" in command else "")
@@ -55,19 +60,30 @@ def test_project_follows_the_template(repository: Path, tmp_path: Path) -> None:
     project = tmp_path / "my-net"
     by_cookiecutter = files_of(bake(repository, tmp_path / "plain", **ANSWERS))
     del by_cookiecutter[".template.json"]  # cruft keeps the answers itself
-    assert {name: data for name, data in files_of(project).items() if name != ".cruft.json"} == by_cookiecutter
+    assert {
+        name: data for name, data in files_of(project).items() if name != ".cruft.json"
+    } == by_cookiecutter
 
     commit(project)
     cruft(project, "check")
     assert cruft(project, "diff").strip() == ""
 
-    readme, trainer = repository / PROJECT / "README.md", repository / PROJECT / "template_package" / "new_module.py"
-    readme.write_text(readme.read_text(encoding="utf-8") + "\nA new line of the template.\n", encoding="utf-8")
+    readme, trainer = (
+        repository / PROJECT / "README.md",
+        repository / PROJECT / "template_package" / "new_module.py",
+    )
+    readme.write_text(
+        readme.read_text(encoding="utf-8") + "\nA new line of the template.\n", encoding="utf-8"
+    )
     trainer.write_text('"""New."""\n\nNAME = "template_package"\n', encoding="utf-8")
-    (repository / PROJECT / "examples" / "stub" / "model.py").open("a", encoding="utf-8").write("# new\n")
+    (repository / PROJECT / "examples" / "stub" / "model.py").open("a", encoding="utf-8").write(
+        "# new\n"
+    )
     commit(repository)
     model = project / "net" / "config.py"
-    model.write_text("# the user's own line\n" + model.read_text(encoding="utf-8"), encoding="utf-8")
+    model.write_text(
+        "# the user's own line\n" + model.read_text(encoding="utf-8"), encoding="utf-8"
+    )
     commit(project)
 
     with pytest.raises(AssertionError):

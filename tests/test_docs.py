@@ -25,13 +25,17 @@ class Block(NamedTuple):
 
 
 def read_blocks(page: Path) -> list[Block]:
-    fences = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    fences = re.findall(
+        r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     return [Block(*fence) for fence in fences]
 
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub and MkDocs give to the page's headings."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
@@ -39,14 +43,18 @@ def anchors(page: Path) -> set[str]:
 def test_links_between_files_hold() -> None:
     num_links = 0
     for page in PAGES:
-        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(
+            r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
         for target in re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text):
             link, _, anchor = "".join(target).partition("#")
             if link.startswith(("http:", "https:")):
                 continue
             file = page.parent / link if link else page
             assert file.exists(), f"{page.relative_to(ROOT)} links to {link}"
-            assert not anchor or anchor in anchors(file), f"{page.relative_to(ROOT)} links to {link}#{anchor}"
+            assert not anchor or anchor in anchors(file), (
+                f"{page.relative_to(ROOT)} links to {link}#{anchor}"
+            )
             num_links += 1
     assert num_links > 60
 
@@ -69,12 +77,16 @@ def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) 
         commands.CommandLine(config, "smoke", words).load_config()
 
     config, num_settings = ROOT / PROJECT / "config.yaml", 0
-    for row in re.findall(r"^\| .* \|$", (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE):
+    for row in re.findall(
+        r"^\| .* \|$", (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE
+    ):
         theirs, ours = row.strip("| ").split(" | ")[:2]
         settings = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*=[^` ]+)`", ours)
         load_config(config, settings)
         num_settings += len(settings)
-        for word in re.findall(r"`(\w+=[^` ]+)` \(answered\)", theirs):  # typed as it is, the answer names our key
+        for word in re.findall(
+            r"`(\w+=[^` ]+)` \(answered\)", theirs
+        ):  # typed as it is, the answer names our key
             with pytest.raises(ValueError, match="there is no such key") as answer:
                 load_config(config, [word])
             key = re.findall(r"`([a-z_.]+)=", ours)[0]
@@ -86,7 +98,9 @@ def same_line(shown: str, printed: str) -> bool:
     """Return True if the lines are equal, except for times, and for numbers that differ by at most a tenth."""
     shown, printed = TIMES.sub("", shown), TIMES.sub("", printed)
     pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=False)
-    is_close = all(float(b.strip(".,")) == pytest.approx(float(a.strip(".,")), rel=0.1) for a, b in pairs)
+    is_close = all(
+        float(b.strip(".,")) == pytest.approx(float(a.strip(".,")), rel=0.1) for a, b in pairs
+    )
     return NUMBER.sub("", shown) == NUMBER.sub("", printed) and is_close
 
 
@@ -108,7 +122,11 @@ def test_commands_of_the_tutorial_print_what_it_shows(template: Path, tmp_path: 
                 config = re.sub(rf"^  {line.split()[0]} .*$", line, config, flags=re.MULTILINE)
             (project / "config.yaml").write_text(own + config, encoding="utf-8")
         elif block.language == "sh" and not block.text.startswith("cookiecutter"):
-            options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": 120}
+            options: dict[str, Any] = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "timeout": 120,
+            }
             command = ["bash", "-c", block.text]
             result = subprocess.run(command, check=False, cwd=project, env=environment, **options)
             output = result.stdout.decode()

@@ -29,11 +29,15 @@ def steps_of(workflow: Path, job: str) -> dict[str, str]:
     return {step.get("name", step["run"]): step["run"] for step in steps if "run" in step}
 
 
-def run_as_actions_do(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_as_actions_do(
+    script: str, folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = plain_environment({"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables})
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
-    return subprocess.run(command, check=False, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
+    return subprocess.run(
+        command, check=False, cwd=folder, env=environment, capture_output=True, encoding="utf-8"
+    )
 
 
 def test_steps_of_the_workflow_pass_in_a_new_project(project: Path) -> None:
@@ -43,7 +47,9 @@ def test_steps_of_the_workflow_pass_in_a_new_project(project: Path) -> None:
     assert commands == ["ruff check .", "mypy .", "pytest", "python run.py smoke"]
     assert ["mypy", "."] in CHECKS
     for command in ("ruff check .", "pytest"):
-        result = run_as_actions_do(command, project, PYTEST_ADDOPTS="--collect-only -p no:cacheprovider")
+        result = run_as_actions_do(
+            command, project, PYTEST_ADDOPTS="--collect-only -p no:cacheprovider"
+        )
         assert result.returncode == 0, f"{command}:\n{result.stdout}{result.stderr}"
 
 
@@ -51,10 +57,14 @@ def test_torch_without_cuda_is_installed_in_the_version_of_the_constraints(proje
     """Run the commands that install PyTorch, but with `echo` in place of `pip install`: nothing is downloaded."""
     workflow = steps_of(project / ".github" / "workflows" / "test.yml", "test")
     (install,) = (command for command in workflow.values() if "whl/cpu" in command)
-    post_create = json.loads((project / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))
+    post_create = json.loads(
+        (project / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8")
+    )
     dockerfile = (project / "Dockerfile").read_text(encoding="utf-8")
     (in_image,) = re.findall(r"^RUN (python -m pip .*?) &&", dockerfile, re.MULTILINE)
-    (pin,) = re.findall(r"^torch==.*", (project / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    (pin,) = re.findall(
+        r"^torch==.*", (project / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for command in (install, in_image, post_create["postCreateCommand"].partition("&& pip")[0]):
         echo = re.sub(r"(python -m )?pip install", "echo", command)
         words = run_as_actions_do(echo, project, TORCH="cpu", PATH="/usr/bin:/bin").stdout.split()
@@ -62,15 +72,23 @@ def test_torch_without_cuda_is_installed_in_the_version_of_the_constraints(proje
 
 
 def test_pre_commit_takes_the_ruff_of_the_constraints(project: Path) -> None:
-    hooks = yaml.safe_load((project / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    hooks = yaml.safe_load((project / ".pre-commit-config.yaml").read_text(encoding="utf-8"))[
+        "repos"
+    ][0]["hooks"]
     ruff = next(hook for hook in hooks if hook["id"] == "ruff")
-    assert ruff["additional_dependencies"][0] in (project / "constraints.txt").read_text(encoding="utf-8").split()
+    assert (
+        ruff["additional_dependencies"][0]
+        in (project / "constraints.txt").read_text(encoding="utf-8").split()
+    )
 
 
 def test_editor_starts_one_rank_and_two(project: Path) -> None:
     """Let the project itself read the arguments, because it refuses a wrong key or value."""
     launch = json.loads((project / ".vscode" / "launch.json").read_text(encoding="utf-8"))
-    given = [[word.replace("${input:name}", "debug") for word in it["args"]] for it in launch["configurations"]]
+    given = [
+        [word.replace("${input:name}", "debug") for word in it["args"]]
+        for it in launch["configurations"]
+    ]
     assert [item["id"] for item in launch["inputs"]] == ["name"]
     code = """import json, sys
 from pathlib import Path
@@ -85,7 +103,11 @@ for words in json.loads(sys.argv[1]):
 def test_image_gets_what_its_build_copies(project: Path) -> None:
     ignored = (project / ".dockerignore").read_text(encoding="utf-8").splitlines()
     dockerfile = (project / "Dockerfile").read_text(encoding="utf-8")
-    copied = {name for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for name in line.split()}
+    copied = {
+        name
+        for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE)
+        for name in line.split()
+    }
     assert copied == {"constraints.txt", "pyproject.toml", "README.md", "."}
     assert not (copied | {"net", "run.py", "config.yaml", "tests"}) & set(ignored)
     assert "touch net/__init__.py" in dockerfile
@@ -108,7 +130,9 @@ def read_version() -> str:
 
 
 def test_first_section_of_the_changelog_is_the_version() -> None:
-    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert headings[0] == read_version()
     assert len(set(headings)) == len(headings) > 1
 
@@ -128,16 +152,31 @@ def test_release_needs_the_tag_of_the_version(template: Path, tmp_path: Path, ta
 
 
 def test_workflow_tests_every_python_and_runs_commands_of_the_makefile(template: Path) -> None:
-    workflow: Any = yaml.safe_load((template / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8"))
-    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13", "3.14"]
-    targets = re.findall(r"^([\w-]+):.*## ", (template / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    commands = "\n".join(step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"])
+    workflow: Any = yaml.safe_load(
+        (template / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    )
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == [
+        "3.11",
+        "3.12",
+        "3.13",
+        "3.14",
+    ]
+    targets = re.findall(
+        r"^([\w-]+):.*## ", (template / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    commands = "\n".join(
+        step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]
+    )
     named = set(re.findall(r"make (?:PYTHON=\S+ )?([a-z-]+)", commands))
     assert {"test", "test-all", "test-cluster"} <= named <= set(targets)
 
 
 def test_issue_forms_ask_for_something(template: Path) -> None:
-    forms = [path for path in (template / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    forms = [
+        path
+        for path in (template / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+        if path.stem != "config"
+    ]
     assert len(forms) == 2
     for form in forms:
         content = yaml.safe_load(form.read_text(encoding="utf-8"))

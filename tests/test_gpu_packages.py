@@ -21,13 +21,17 @@ def what_is_missing(packages: dict[str, str], folder: Path) -> subprocess.Comple
     for name, version in packages.items():
         information = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         information.mkdir(parents=True)
-        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     command = [sys.executable, "-S", str(ROOT / "tools" / "gpu_packages.py")]
     environment = plain_environment({"PYTHONPATH": str(folder)})
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
-def test_missing_packages_are_named_in_one_line_with_the_command_that_installs_them(tmp_path: Path) -> None:
+def test_missing_packages_are_named_in_one_line_with_the_command_that_installs_them(
+    tmp_path: Path,
+) -> None:
     versions = requirements() | {"torch": "2.9.0a0+50eac811a6.nv25.9"}
     result = what_is_missing(versions, tmp_path / "all")
     assert (result.returncode, result.stdout + result.stderr) == (0, "")
@@ -36,9 +40,15 @@ def test_missing_packages_are_named_in_one_line_with_the_command_that_installs_t
     result = what_is_missing(versions | {"tqdm": "4.1"}, tmp_path / "some")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert f"lacks pydantic, tqdm>={requirements()['tqdm']} (it has 4.1)." in result.stderr
-    assert f"make gpu-wheels GPU_PYTHON={sys.version_info.major}.{sys.version_info.minor} " in result.stderr
+    assert (
+        f"make gpu-wheels GPU_PYTHON={sys.version_info.major}.{sys.version_info.minor} "
+        in result.stderr
+    )
     (names,) = re.findall(r"--target \S+ (.*) &&", result.stderr)
-    assert names.split() == "annotated-types pydantic pydantic_core tqdm typing-inspection typing_extensions".split()
+    assert (
+        names.split()
+        == "annotated-types pydantic pydantic_core tqdm typing-inspection typing_extensions".split()
+    )
 
     del versions["torch"]
     result = what_is_missing(versions, tmp_path / "torchless")
@@ -51,7 +61,11 @@ def test_missing_packages_are_named_in_one_line_with_the_command_that_installs_t
 def test_wheels_are_complete(name: str) -> None:
     """The packages are installed without asking pip what they need."""
     requirement = [Requirement(text) for text in requires(name) or []]
-    needed = {normal(one.name) for one in requirement if one.marker is None or one.marker.evaluate({"extra": ""})}
+    needed = {
+        normal(one.name)
+        for one in requirement
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
     all_names = {normal(each) for each in requirements()}
     assert needed <= all_names | {normal(each) for each in with_what_they_need([name])}
 
@@ -64,7 +78,9 @@ def normal(name: str) -> str:
 def test_gpu_tests_use_the_given_python_and_skip_without_a_gpu(template: Path) -> None:
     command = ["make", "test-gpu", f"PYTHON={os.path.relpath(sys.executable, template)}"]
     environment = plain_environment({"CUDA_VISIBLE_DEVICES": "", "PIP_NO_INDEX": "1"})
-    result = subprocess.run(command, check=False, cwd=template, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        command, check=False, cwd=template, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     reasons = re.findall(r"^SKIPPED .*?: (.*)$", result.stdout, re.MULTILINE)
     assert len(reasons) > 5

@@ -21,8 +21,16 @@ LIBRARIES = {"Accelerate": "accelerate", "Fabric": "lightning", "Lightning Train
 LIBRARIES |= {"transformers Trainer": "transformers"}
 
 
-def report(*words: str, python: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    command = ["make", "--silent", "gpu-report", f"PYTHON={' '.join(python)}", f"ARGS={' '.join(words)}"]
+def report(
+    *words: str, python: tuple[str, ...] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        "make",
+        "--silent",
+        "gpu-report",
+        f"PYTHON={' '.join(python)}",
+        f"ARGS={' '.join(words)}",
+    ]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -37,7 +45,9 @@ def test_rehearsal_fills_every_row_with_a_figure(tmp_path: Path) -> None:
     done = report("--rehearse", "--minutes 14", f"--output {tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     results, page = read(tmp_path)
-    sections = dict(zip(*[iter(re.split(r"^## (.*)\n", page, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    sections = dict(
+        zip(*[iter(re.split(r"^## (.*)\n", page, flags=re.MULTILINE)[1:])] * 2, strict=True)
+    )
     assert list(sections) == ROWS == results["names"], page
     assert "Every row was reached." in page
     assert len(re.findall(r"^\| `test_.*\| skipped: .*\| \d", sections["tests"], re.MULTILINE)) > 30
@@ -47,9 +57,11 @@ def test_rehearsal_fills_every_row_with_a_figure(tmp_path: Path) -> None:
             if package and find_spec(package) is None:
                 assert f"{label}: {package} is not installed" in sections[name]
             else:
-                assert re.search(rf"^\| \**{re.escape(label)}\** \| \d+\.\d\d \| \d", sections[name], re.MULTILINE), (
-                    page
-                )
+                assert re.search(
+                    rf"^\| \**{re.escape(label)}\** \| \d+\.\d\d \| \d",
+                    sections[name],
+                    re.MULTILINE,
+                ), page
     assert all((tmp_path / f"gpu-{theme}.svg").exists() for theme in ("light", "dark"))
 
 
@@ -58,9 +70,20 @@ def test_rows_of_earlier_runs_are_kept_and_name_their_own_card(tmp_path: Path) -
     assert report(*words).returncode == 0
     results, page = read(tmp_path)
     assert f'`make gpu-report ARGS="--rows {",".join(ROWS)}"`' in page
-    entry = {"label": "fp16", "milliseconds": 1.5, "startup_seconds": 3, "peak_memory_mib": 5, "final_loss": 0.7}
+    entry = {
+        "label": "fp16",
+        "milliseconds": 1.5,
+        "startup_seconds": 3,
+        "peak_memory_mib": 5,
+        "final_loss": 0.7,
+    }
     other = {"card": "NVIDIA H100 PCIe", "torch": "2.9.0", "memory_gib": 80}
-    results["rows"]["bert"] = {"date": "2026-01-02 03:04", "machine": other, "entries": [entry], "is_complete": True}
+    results["rows"]["bert"] = {
+        "date": "2026-01-02 03:04",
+        "machine": other,
+        "entries": [entry],
+        "is_complete": True,
+    }
     (tmp_path / "results-gpu.json").write_text(json.dumps(results), encoding="utf-8")
     assert report(*words).returncode == 0
     kept, page = read(tmp_path)
@@ -76,17 +99,25 @@ def test_python_without_the_packages_is_told_in_one_line() -> None:
 
 def test_rows_that_do_not_exist_are_refused() -> None:
     done = report("--rehearse", "--rows gpt,bert")
-    assert done.returncode != 0 and "there is no gpt; there are tests, gpt-bf16-compile" in done.stderr
+    assert (
+        done.returncode != 0 and "there is no gpt; there are tests, gpt-bf16-compile" in done.stderr
+    )
 
 
 @pytest.mark.slow
-def test_loop_that_fails_is_a_line_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "safetensors.py").write_text("raise RuntimeError('a library that is broken')\n", encoding="utf-8")
+def test_loop_that_fails_is_a_line_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "safetensors.py").write_text(
+        "raise RuntimeError('a library that is broken')\n", encoding="utf-8"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = report("--rehearse", "--rows gpt-bf16-compile", f"--output {tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     _, page = read(tmp_path)
     assert re.search(
-        r"^generated trainer:\n\n```\n(.*\n)+RuntimeError: a library that is broken\n```$", page, re.MULTILINE
+        r"^generated trainer:\n\n```\n(.*\n)+RuntimeError: a library that is broken\n```$",
+        page,
+        re.MULTILINE,
     )
     assert re.search(r"^\| bare \| \d+\.\d\d \| \d", page, re.MULTILINE), page

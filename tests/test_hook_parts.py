@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from post_gen_project import keep_chosen_lines, next_steps, paths_not_chosen, remove_section, set_value
+from post_gen_project import (
+    keep_chosen_lines,
+    next_steps,
+    paths_not_chosen,
+    remove_section,
+    set_value,
+)
 from processes import run
 from python_search import candidate_pythons, find_base, find_python, is_older, read_requirements
 
@@ -34,8 +40,12 @@ other:
 def test_value_changes_in_its_section_only_and_comments_keep_their_column() -> None:
     changed = set_value(CONFIG, "section.name", "new value")
     assert changed == CONFIG.replace("  name: old         # 5 # 6", "  name: new value   # 5 # 6")
-    assert set_value(CONFIG, "name", "run") == CONFIG.replace("name: baseline      #", "name: run           #")
-    assert "  name: much too long for it # 5 # 6\n" in set_value(CONFIG, "section.name", "much too long for it")
+    assert set_value(CONFIG, "name", "run") == CONFIG.replace(
+        "name: baseline      #", "name: run           #"
+    )
+    assert "  name: much too long for it # 5 # 6\n" in set_value(
+        CONFIG, "section.name", "much too long for it"
+    )
     assert set_value(CONFIG, "section.last", "2") == CONFIG.replace("last: 1", "last: 2")
     with pytest.raises(AssertionError, match=r"other\.last"):
         set_value(CONFIG, "other.last", "2")
@@ -56,8 +66,15 @@ def test_no_blank_lines_pile_up_where_a_section_was() -> None:
 
 def test_file_of_several_answers_stays_with_each_of_them() -> None:
     shared = "template_package/strategies/library_environment.py"
-    for answer, is_removed in {"none": True, "accelerate": False, "horovod": False, "all": False}.items():
-        removed = paths_not_chosen({"extra_strategies": answer, "furniture": "all", "tracker": "none"})
+    for answer, is_removed in {
+        "none": True,
+        "accelerate": False,
+        "horovod": False,
+        "all": False,
+    }.items():
+        removed = paths_not_chosen(
+            {"extra_strategies": answer, "furniture": "all", "tracker": "none"}
+        )
         assert (shared in removed) == is_removed
         assert ("scripts/install_horovod.sh" in removed) == (answer not in {"horovod", "all"})
 
@@ -81,7 +98,9 @@ def test_pythons_are_searched_in_the_documented_order(tmp_path: Path) -> None:
         for name in ("python", "python3"):
             (tmp_path / folder / name).touch(mode=0o755)
     environment = {
-        "PATH": os.pathsep.join([str(tmp_path / "first"), "", str(tmp_path / "missing"), str(tmp_path / "second")]),
+        "PATH": os.pathsep.join(
+            [str(tmp_path / "first"), "", str(tmp_path / "missing"), str(tmp_path / "second")]
+        ),
         "CONDA_PREFIX": str(tmp_path / "conda"),
         "VIRTUAL_ENV": str(tmp_path / "venv"),
         "DDP_TEMPLATE_PYTHON": "named/python",
@@ -89,16 +108,26 @@ def test_pythons_are_searched_in_the_documented_order(tmp_path: Path) -> None:
     }
     expected = ["named/python", "venv/bin/python", "conda/bin/python", None]
     expected += ["first/python3", "first/python", "second/python3", "second/python"]
-    assert candidate_pythons(environment) == [str(tmp_path / path) if path else sys.executable for path in expected]
+    assert candidate_pythons(environment) == [
+        str(tmp_path / path) if path else sys.executable for path in expected
+    ]
 
 
-def test_first_python_with_all_requirements_is_taken_and_the_others_are_explained(stub_python: StubPython) -> None:
+def test_first_python_with_all_requirements_is_taken_and_the_others_are_explained(
+    stub_python: StubPython,
+) -> None:
     old = stub_python(anything_else="echo '[[3, 9, 1], {}]'", name="old")
-    bare = stub_python(anything_else='echo \'[[3, 12, 0], {"torch": "1.13.1+cu117"}]\'', name="bare")
+    bare = stub_python(
+        anything_else='echo \'[[3, 12, 0], {"torch": "1.13.1+cu117"}]\'', name="bare"
+    )
     broken = stub_python(anything_else="exit 3", name="broken")
-    talkative = stub_python(anything_else='echo "a word first"; exec "$REAL" "$@"'.replace("$REAL", sys.executable))
+    talkative = stub_python(
+        anything_else='echo "a word first"; exec "$REAL" "$@"'.replace("$REAL", sys.executable)
+    )
     requirements = {"torch": "2.0", "numpy": "1.0"}
-    python, notes = find_python([old, bare, broken, "/nowhere/python", talkative, sys.executable], requirements)
+    python, notes = find_python(
+        [old, bare, broken, "/nowhere/python", talkative, sys.executable], requirements
+    )
     assert python == talkative
     assert notes == [
         f"{old} is Python 3.9.1, older than 3.11",
@@ -133,22 +162,36 @@ def test_missing_tracker_does_not_disqualify_a_python(stub_python: StubPython) -
 )
 def test_versions_are_compared_as_pip_compares_them(version: str, lowest: str, older: bool) -> None:
     assert is_older(version, lowest) is older
-    assert (version not in SpecifierSet(f">={lowest}", prereleases=True)) is older  # prereleases: what is installed
+    assert (
+        version not in SpecifierSet(f">={lowest}", prereleases=True)
+    ) is older  # prereleases: what is installed
 
 
 def test_new_environment_takes_the_first_torch_that_is_new_enough(stub_python: StubPython) -> None:
-    versions = {"bare": "", "old": '"torch": "2.7.1"', "preview": '"torch": "2.9.0a0+50eac811a6.nv25.9"'}
+    versions = {
+        "bare": "",
+        "old": '"torch": "2.7.1"',
+        "preview": '"torch": "2.9.0a0+50eac811a6.nv25.9"',
+    }
     pythons = {
         name: stub_python(anything_else=f"echo '[[3, 12, 0], {{{found}}}]'", name=name)
         for name, found in versions.items()
     }
     bare, old, preview = pythons.values()
     note = f"{old} lacks torch>=2.8 (it has 2.7.1)"
-    assert find_base([bare, old, preview, sys.executable], "2.8", is_named=False) == (preview, True, [note])
+    assert find_base([bare, old, preview, sys.executable], "2.8", is_named=False) == (
+        preview,
+        True,
+        [note],
+    )
     assert find_base([preview, bare], "2.8", is_named=True) == (preview, True, [])
     assert find_base([bare, preview], "2.8", is_named=True) == (bare, False, [])
     assert find_base([bare, old], "2.8", is_named=False) == (bare, False, [note])
-    assert find_base(["/nowhere/python"], "2.8", is_named=False) == (None, False, ["/nowhere/python does not run"])
+    assert find_base(["/nowhere/python"], "2.8", is_named=False) == (
+        None,
+        False,
+        ["/nowhere/python does not run"],
+    )
 
 
 def test_probe_imports_no_library() -> None:
@@ -176,7 +219,9 @@ def test_nothing_outlives_the_time_limit(mark: str, detached: str) -> None:
     code, output = run(["sh", "-c", STUBBORN.format(detached=detached)], os.environ, seconds=1.0)
     assert (code, output) == (None, "started\n")
     assert marked_processes(mark) == []
-    assert 5 < time.monotonic() - start < 12  # they ignore SIGTERM, so SIGKILL follows after five seconds
+    assert (
+        5 < time.monotonic() - start < 12
+    )  # they ignore SIGTERM, so SIGKILL follows after five seconds
 
 
 def test_willing_processes_end_at_once(mark: str) -> None:
@@ -187,7 +232,9 @@ def test_willing_processes_end_at_once(mark: str) -> None:
 
 
 def test_held_back_lines_are_returned_but_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    code, output = run(["sh", "-c", "echo one; echo two >&2; exit 7"], os.environ, held_back=("two", "three"))
+    code, output = run(
+        ["sh", "-c", "echo one; echo two >&2; exit 7"], os.environ, held_back=("two", "three")
+    )
     assert (code, output) == (7, "one\ntwo\n")
     assert capsys.readouterr().out == "one\n"
 
@@ -197,5 +244,13 @@ def test_hooks_import_on_the_oldest_python_of_cookiecutter() -> None:
     folder = Path(__file__).parents[1]
     sources = [*folder.glob("hooks/*.py"), *folder.glob("*/template_only/*.py")]
     assert {"post_gen_project.py", "first_smoke_test.py"} <= {path.name for path in sources}
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--target-version=py310", "--select=F,E9"]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--target-version=py310",
+        "--select=F,E9",
+    ]
     subprocess.run([*command, *map(str, sources)], check=True)

@@ -20,7 +20,9 @@ OTHER_ANSWERS = [
     {"device_ids": "cpu,cpu", "license": "none", "furniture": "none"},
     *({key: value} for key in ("extra_strategies", "tracker") for value in CHOICES[key][1:]),
 ]
-NAMES = [{"example": example, "package_name": name} for name in ("ab", "z" * 40) for example in EXAMPLES]
+NAMES = [
+    {"example": example, "package_name": name} for name in ("ab", "z" * 40) for example in EXAMPLES
+]
 """Each example with a short and with the longest package name, because renaming changes the length of lines."""
 ANSWERS = [answers | names for answers, names in zip(OTHER_ANSWERS, itertools.cycle(NAMES))]
 """Each of OTHER_ANSWERS, joined with one of NAMES. Together they contain all of NAMES."""
@@ -46,7 +48,9 @@ def run_module(project: Path, *words: str) -> str:
 
 def num_passed(project: Path, *words: str) -> int:
     """Run the project's own tests, assert that all of them pass, and return their number."""
-    found = re.search(r"(\d+) passed", run_module(project, "pytest", "-p", "no:cacheprovider", *words))
+    found = re.search(
+        r"(\d+) passed", run_module(project, "pytest", "-p", "no:cacheprovider", *words)
+    )
     return int(found[1]) if found else 0
 
 
@@ -78,16 +82,22 @@ def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, exam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ANSWERS + SMALL, ids=named)
-def test_ruff_and_mypy_accept_a_new_project(template: Path, tmp_path: Path, answers: dict[str, str]) -> None:
+def test_ruff_and_mypy_accept_a_new_project(
+    template: Path, tmp_path: Path, answers: dict[str, str]
+) -> None:
     project = bake(template, tmp_path, **answers)
     for words in CHECKS:
         run_module(project, *words)
 
 
-def test_model_and_data_of_the_small_examples_pass_their_tests(template: Path, tmp_path: Path) -> None:
+def test_model_and_data_of_the_small_examples_pass_their_tests(
+    template: Path, tmp_path: Path
+) -> None:
     """Run the part of the tests above that is quick enough for every `make test`."""
     for example in ("stub", "text", "gpt"):
-        project = bake(template, tmp_path, example=example, project_slug=example, package_name="z" * 40)
+        project = bake(
+            template, tmp_path, example=example, project_slug=example, package_name="z" * 40
+        )
         assert num_passed(project, "tests/test_model.py", "tests/test_dataset.py") > 4
 
 
@@ -116,18 +126,26 @@ class BlockNUMBER(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_owner_may_bring_a_model_edit_the_trainer_and_change_the_config(template: Path, tmp_path: Path) -> None:
+def test_owner_may_bring_a_model_edit_the_trainer_and_change_the_config(
+    template: Path, tmp_path: Path
+) -> None:
     project = bake(template, tmp_path)
     package, config = project / "ddp_experiment", project / "config.yaml"
     blocks = [OWNERS_MODEL.replace("NUMBER", str(number)) for number in range(20)]
     (package / "gpt.py").write_text("".join(blocks), encoding="utf-8")
     assert len("".join(blocks).splitlines()) > 350
     with (package / "model.py").open("a", encoding="utf-8") as model:
-        model.write("\n\ndef another_model(config):\n    from .gpt import Block7\n    return Block7(config)\n")
+        model.write(
+            "\n\ndef another_model(config):\n    from .gpt import Block7\n    return Block7(config)\n"
+        )
     with (package / "trainer.py").open("a", encoding="utf-8") as trainer:
         trainer.write("\nimport time\n\nSTARTED_AT = time.time()\n")
     text = config.read_text(encoding="utf-8")
-    changes = {"schedule.warmup_steps": "10", "training.epochs": "3", "optimizer.learning_rate": "1e-4"}
+    changes = {
+        "schedule.warmup_steps": "10",
+        "training.epochs": "3",
+        "optimizer.learning_rate": "1e-4",
+    }
     for key, value in changes.items():
         text = set_value(text, key, value)
     config.write_text(text, encoding="utf-8")

@@ -40,7 +40,9 @@ def test_both_constraints_files_hold_the_same_versions() -> None:
 def test_every_direct_dependency_is_pinned() -> None:
     project = read_toml(ROOT / PROJECT / "pyproject.toml")["project"]
     assert isinstance(extras := project["optional-dependencies"], dict)
-    assert names(project["dependencies"]) | names(extras["dev"]) <= set(pinned(ROOT / PROJECT / "constraints.txt"))
+    assert names(project["dependencies"]) | names(extras["dev"]) <= set(
+        pinned(ROOT / PROJECT / "constraints.txt")
+    )
     groups = read_toml(ROOT / "pyproject.toml")["dependency-groups"]
     assert names(groups["dev"]) <= set(pinned(ROOT / "constraints.txt"))
 

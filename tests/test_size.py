@@ -23,7 +23,9 @@ from baking import ROOT
         ('x = f"""{\na}\n"""\ny\n', [1, 1, 1, 4]),
     ],
 )
-def test_tokens_are_the_same_under_every_python(tmp_path: Path, source: str, lines: list[int]) -> None:
+def test_tokens_are_the_same_under_every_python(
+    tmp_path: Path, source: str, lines: list[int]
+) -> None:
     (tmp_path / "a.py").write_text(source, encoding="utf-8")
     assert size.token_lines(tmp_path / "a.py") == lines
 
@@ -45,7 +47,9 @@ def test_private_names_are_those_of_libraries(tmp_path: Path) -> None:
         "for _, _loop in model: print(_loop)\n",
         encoding="utf-8",
     )
-    (tmp_path / "b.py").write_text("from .a import _Class\n_Class(0)._field\nx._reducer\n", encoding="utf-8")
+    (tmp_path / "b.py").write_text(
+        "from .a import _Class\n_Class(0)._field\nx._reducer\n", encoding="utf-8"
+    )
     assert size.private_names(tmp_path, ["a.py", "b.py"]) == {
         "_dynamo": ["a.py:1"],
         "_pytree": ["a.py:2"],
@@ -75,7 +79,12 @@ def test_files_after_sigterm_are_those_of_command_and_ranks_outside_of_steps() -
         1 1 launch launcher.py
     """
     calls = [size.Call(*line.split()) for line in log.split("\n") if line.strip()]
-    assert size.files_after_sigterm(calls) == {"thread.py", "checkpoint.py", "trainer.py", "launcher.py"}
+    assert size.files_after_sigterm(calls) == {
+        "thread.py",
+        "checkpoint.py",
+        "trainer.py",
+        "launcher.py",
+    }
 
 
 def test_a_number_over_budget_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

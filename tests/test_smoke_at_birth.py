@@ -15,7 +15,14 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from baking import PROJECT, bake, cookiecutter_command, files_of, plain_environment, run_cookiecutter
+from baking import (
+    PROJECT,
+    bake,
+    cookiecutter_command,
+    files_of,
+    plain_environment,
+    run_cookiecutter,
+)
 
 from conftest import StubPython, marked_processes
 
@@ -34,7 +41,9 @@ def with_python(python: str, **more: str) -> dict[str, str]:
 
 def state_of(output: str) -> str:
     """Return the state that the hook printed, and assert that it printed exactly one."""
-    states = re.findall(r"^smoke test: (PASSED|FAILED|NOT RUN|SKIPPED|INTERRUPTED) \(.+\)\s*$", output, re.MULTILINE)
+    states = re.findall(
+        r"^smoke test: (PASSED|FAILED|NOT RUN|SKIPPED|INTERRUPTED) \(.+\)\s*$", output, re.MULTILINE
+    )
     assert len(states) == 1, output
     return str(states[0])
 
@@ -53,7 +62,10 @@ def test_failure_keeps_the_project_and_shows_the_first_traceback(
     assert state_of(result.stdout) == "FAILED"
     assert result.returncode == 0
     assert "smoke test: FAILED (rank 1 raised)" in result.stdout
-    assert "  | Traceback (most recent call last):\n  |   in the log\n  | ValueError: odd\n" in result.stdout
+    assert (
+        "  | Traceback (most recent call last):\n  |   in the log\n  | ValueError: odd\n"
+        in result.stdout
+    )
     assert str(tmp_path / "out" / NAME / ".smoke" / "log.txt") in result.stdout
     assert (tmp_path / "out" / NAME / "run.py").is_file()
 
@@ -76,9 +88,13 @@ def test_passed_needs_the_word_and_the_exit_code(
     assert (tmp_path / "out" / NAME / ".smoke" / "log.txt").is_file()
 
 
-def test_passed_is_printed_as_the_project_printed_it(template: Path, tmp_path: Path, stub_python: StubPython) -> None:
+def test_passed_is_printed_as_the_project_printed_it(
+    template: Path, tmp_path: Path, stub_python: StubPython
+) -> None:
     run_py = "echo 'smoke test: training'; echo 'a warning' >&2; echo 'smoke test: PASSED (2 ranks, 3.1 s)'"
-    result = run_cookiecutter(template, tmp_path / "out", with_python(stub_python(run_py), DDP_TEMPLATE_STRICT="1"))
+    result = run_cookiecutter(
+        template, tmp_path / "out", with_python(stub_python(run_py), DDP_TEMPLATE_STRICT="1")
+    )
     assert result.returncode == 0
     assert state_of(result.stdout) == "PASSED"
     assert "smoke test: training\na warning\nsmoke test: PASSED (2 ranks, 3.1 s)\n" in result.stdout
@@ -95,7 +111,9 @@ def test_strict_failure_removes_the_project_and_keeps_the_log(
 
 
 def test_skipped_is_printed(template: Path, tmp_path: Path) -> None:
-    result = run_cookiecutter(template, tmp_path / "out", {"DDP_TEMPLATE_STRICT": "1"}, smoke_test="skip")
+    result = run_cookiecutter(
+        template, tmp_path / "out", {"DDP_TEMPLATE_STRICT": "1"}, smoke_test="skip"
+    )
     assert result.returncode == 0
     assert state_of(result.stdout) == "SKIPPED"
     assert "python run.py smoke" in result.stdout
@@ -116,7 +134,9 @@ def test_without_torch_the_test_is_not_run_and_the_reason_is_printed(
     assert (tmp_path / "out" / NAME).exists() == (strict == "0")
 
 
-def test_failed_installation_is_not_run(template: Path, tmp_path: Path, stub_python: StubPython) -> None:
+def test_failed_installation_is_not_run(
+    template: Path, tmp_path: Path, stub_python: StubPython
+) -> None:
     no_venv = 'case "$*" in *venv*) echo no venv here; exit 5;; esac'
     python = stub_python(anything_else=f"{no_venv}\necho '[[3, 12, 0], {{}}]'")
     result = run_cookiecutter(template, tmp_path / "out", with_python(python), smoke_test="venv")
@@ -129,24 +149,37 @@ def test_failed_installation_is_not_run(template: Path, tmp_path: Path, stub_pyt
 HANGING = "(trap '' TERM; exec sleep 600) & setsid sleep 600 & echo step 1; sleep 600"
 
 
-def test_time_out_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
+def test_time_out_ends_all_processes(
+    template: Path, tmp_path: Path, stub_python: StubPython, mark: str
+) -> None:
     environment = with_python(stub_python(HANGING), DDP_TEMPLATE_SMOKE_TIMEOUT="1.5")
     result = run_cookiecutter(template, tmp_path / "out", environment)
     assert state_of(result.stdout) == "FAILED"
     assert result.returncode == 0
     assert "timed out after 1.5 s" in result.stdout
-    assert (tmp_path / "out" / NAME / ".smoke" / "log.txt").read_text(encoding="utf-8") == "step 1\n"
+    assert (tmp_path / "out" / NAME / ".smoke" / "log.txt").read_text(
+        encoding="utf-8"
+    ) == "step 1\n"
     assert marked_processes(mark) == []
 
 
 def interrupt(
-    template: Path, output_dir: Path, environment: dict[str, str], moment: str, delay_seconds: float = 0.0
+    template: Path,
+    output_dir: Path,
+    environment: dict[str, str],
+    moment: str,
+    delay_seconds: float = 0.0,
 ) -> str:
     """Run cookiecutter in a terminal, press Ctrl-C `delay_seconds` after `moment` is printed, and return the output."""
     command = cookiecutter_command(template, output_dir, {}, sys.executable)
     environment = plain_environment(environment)
     child = pexpect.spawn(
-        command[0], command[1:], env=environment, encoding="utf-8", timeout=60, preexec_fn=restore_ctrl_c
+        command[0],
+        command[1:],
+        env=environment,
+        encoding="utf-8",
+        timeout=60,
+        preexec_fn=restore_ctrl_c,
     )
     child.expect_exact(moment)
     output = f"{child.before}{moment}"
@@ -165,7 +198,9 @@ def assert_ended_within(seconds: float, mark: str) -> None:
     assert marked_processes(mark) == []
 
 
-def test_ctrl_c_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
+def test_ctrl_c_ends_all_processes(
+    template: Path, tmp_path: Path, stub_python: StubPython, mark: str
+) -> None:
     output = interrupt(template, tmp_path / "out", with_python(stub_python(HANGING)), "step 1")
     assert "Aborted!" in output
     assert_ended_within(8, mark)
@@ -173,7 +208,9 @@ def test_ctrl_c_ends_all_processes(template: Path, tmp_path: Path, stub_python: 
     assert not (tmp_path / "out" / NAME / ".smoke").exists()
 
 
-def test_closed_terminal_ends_all_processes(template: Path, tmp_path: Path, stub_python: StubPython, mark: str) -> None:
+def test_closed_terminal_ends_all_processes(
+    template: Path, tmp_path: Path, stub_python: StubPython, mark: str
+) -> None:
     command = cookiecutter_command(template, tmp_path / "out", {}, sys.executable)
     environment = plain_environment(with_python(stub_python(HANGING)))
     child = pexpect.spawn(command[0], command[1:], env=environment, encoding="utf-8", timeout=60)
@@ -187,14 +224,18 @@ def test_closed_terminal_ends_all_processes(template: Path, tmp_path: Path, stub
 
 
 @pytest.mark.smoke
-def test_cookiecutter_with_torch_passes_and_leaves_nothing(template: Path, tmp_path: Path, mark: str) -> None:
+def test_cookiecutter_with_torch_passes_and_leaves_nothing(
+    template: Path, tmp_path: Path, mark: str
+) -> None:
     skipped = run_cookiecutter(template, tmp_path / "skipped", smoke_test="skip")
     result = run_cookiecutter(template, tmp_path / "out", {"PATH": os.defpath})
     assert state_of(result.stdout) == "PASSED"
     assert (skipped.returncode, result.returncode) == (0, 0)
     assert f"Smoke test with {sys.executable}" in result.stdout
     assert files_of(tmp_path / "out") == files_of(tmp_path / "skipped")
-    assert_ended_within(3, mark)  # the fork server needs a moment to notice that its parent has ended
+    assert_ended_within(
+        3, mark
+    )  # the fork server needs a moment to notice that its parent has ended
 
 
 @pytest.mark.smoke
@@ -204,9 +245,19 @@ def test_default_project_reaches_its_accuracy_on_two_ranks_and_one_evaluates_it_
 ) -> None:
     project = bake(template, tmp_path)
     for words in (["device_ids=cpu,cpu"], ["evaluate", "device_ids=cpu"]):
-        subprocess.run([sys.executable, "run.py", *words], cwd=project, check=True, capture_output=True, timeout=300)
-    best = json.loads((project / "runs" / "baseline" / "summary.json").read_text(encoding="utf-8"))["best"]
-    evaluation = json.loads((project / "runs" / "baseline" / "evaluation.json").read_text(encoding="utf-8"))
+        subprocess.run(
+            [sys.executable, "run.py", *words],
+            cwd=project,
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+    best = json.loads((project / "runs" / "baseline" / "summary.json").read_text(encoding="utf-8"))[
+        "best"
+    ]
+    evaluation = json.loads(
+        (project / "runs" / "baseline" / "evaluation.json").read_text(encoding="utf-8")
+    )
     assert best["accuracy"] >= 0.97
     assert evaluation["accuracy"] == best["accuracy"]
 
@@ -218,7 +269,9 @@ def test_isolated_cookiecutter_finds_the_python_of_the_active_environment(
 ) -> None:
     environment = {"VIRTUAL_ENV": sys.prefix, "PATH": str(tmp_path), "RANK": "1", "WORLD_SIZE": "8"}
     output_dir = tmp_path / "a folder 名"
-    result = run_cookiecutter(template, output_dir, environment, isolated_python, example="text", tracker="wandb")
+    result = run_cookiecutter(
+        template, output_dir, environment, isolated_python, example="text", tracker="wandb"
+    )
     assert state_of(result.stdout) == "PASSED", result.stdout
     assert f"Smoke test with {Path(sys.prefix) / 'bin' / 'python'}" in result.stdout
 
@@ -226,7 +279,13 @@ def test_isolated_cookiecutter_finds_the_python_of_the_active_environment(
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_ctrl_c_ends_real_training(template: Path, tmp_path: Path, mark: str) -> None:
-    interrupt(template, tmp_path / "out", with_python(sys.executable), "training on two ranks", delay_seconds=4)
+    interrupt(
+        template,
+        tmp_path / "out",
+        with_python(sys.executable),
+        "training on two ranks",
+        delay_seconds=4,
+    )
     assert_ended_within(8, mark)
     assert not (tmp_path / "out" / NAME / ".smoke").exists()
 
@@ -270,7 +329,9 @@ def test_broken_resume_fails(template: Path, tmp_path: Path, line: str, reason: 
     with (project / "net" / "training" / "checkpoint.py").open("a", encoding="utf-8") as module:
         module.write(BROKEN_RESUME.format(line=line))
     command = [sys.executable, "run.py", "smoke"]
-    result = subprocess.run(command, check=False, cwd=project, env=plain_environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        command, check=False, cwd=project, env=plain_environment(), capture_output=True, text=True
+    )
     assert result.returncode == 1, result.stdout
     assert state_of(result.stdout) == "FAILED"
     assert reason in result.stdout
@@ -280,7 +341,9 @@ def test_broken_resume_fails(template: Path, tmp_path: Path, line: str, reason: 
 @pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_new_environment_is_made_installed_and_passes(template: Path, tmp_path: Path, isolated_python: str) -> None:
+def test_new_environment_is_made_installed_and_passes(
+    template: Path, tmp_path: Path, isolated_python: str
+) -> None:
     environment = with_python(isolated_python)  # it has no torch
     result = run_cookiecutter(
         template, tmp_path / "out", environment, smoke_test="venv", license="none", tracker="none"
@@ -289,21 +352,27 @@ def test_new_environment_is_made_installed_and_passes(template: Path, tmp_path: 
     project = tmp_path / "out" / NAME
     assert f"Smoke test with {project / '.venv' / 'bin' / 'python'}" in result.stdout
     assert [*project.glob(".venv/lib/python*/site-packages/torch")]
-    assert (project / "constraints.txt").read_bytes() == (template / PROJECT / "constraints.txt").read_bytes()
+    assert (project / "constraints.txt").read_bytes() == (
+        template / PROJECT / "constraints.txt"
+    ).read_bytes()
 
 
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_new_environment_keeps_the_torch_that_is_there(template: Path, tmp_path: Path) -> None:
     environment = with_python(sys.executable, PIP_CONSTRAINT="/a/container/names/a/file")
-    result = run_cookiecutter(template, tmp_path / "out", environment, smoke_test="venv", tracker="none")
+    result = run_cookiecutter(
+        template, tmp_path / "out", environment, smoke_test="venv", tracker="none"
+    )
     assert state_of(result.stdout) == "PASSED", result.stdout
     assert f"torch {version('torch')} of {sys.executable} stays" in result.stdout
     project = tmp_path / "out" / NAME
     python = project / ".venv" / "bin" / "python"
     assert f"Smoke test with {python}" in result.stdout
     assert not [*project.glob(".venv/lib/python*/site-packages/torch*")]
-    found = subprocess.check_output([python, "-c", "import torch; print(torch.__file__)"], text=True)
+    found = subprocess.check_output(
+        [python, "-c", "import torch; print(torch.__file__)"], text=True
+    )
     assert Path(found).is_relative_to(sys.prefix)
     pin = f"\ntorch=={version('torch').partition('+')[0]}\n"
     assert pin in (project / "constraints.txt").read_text(encoding="utf-8")

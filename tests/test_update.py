@@ -40,7 +40,12 @@ def update(project: Path, *words: str) -> tuple[int, str]:
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     script = str(project / "scripts" / "update_from_template.sh")
     result = subprocess.run(
-        [script, *words], check=False, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [script, *words],
+        check=False,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     return result.returncode, result.stdout
 
@@ -56,14 +61,18 @@ def edit(path: Path, before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("subfolder", [".", "in a larger repository/nets"])
-def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_path: Path, subfolder: str) -> None:
+def test_project_with_its_own_changes_follows_two_versions(
+    template: Path, tmp_path: Path, subfolder: str
+) -> None:
     repository = Path(shutil.copytree(template, tmp_path / "template"))
     first = commit(repository)
     project = bake(repository, tmp_path / "work" / subfolder, **ANSWERS)
     top = project if subfolder == "." else tmp_path / "work"
     assert read_origin(project) == {
         "template": None,  # a path of this machine
-        "version": json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))["_version"],
+        "version": json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))[
+            "_version"
+        ],
         "commit": first,
         "answers": read_origin(project)["answers"],
     }
@@ -75,15 +84,27 @@ def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_p
     edit(project / "net" / "trainer.py", '"""', '# mine\n"""')
     (project / "scripts" / "slurm.sbatch").unlink()
     code, output = update(project, str(repository))
-    assert (code, output) == (1, "error: there are uncommitted changes. Commit or stash them first.\n")
+    assert (code, output) == (
+        1,
+        "error: there are uncommitted changes. Commit or stash them first.\n",
+    )
     commit(top)
-    assert update(project) == (1, "error: where is the template? Type: scripts/update_from_template.sh PATH_OR_URL\n")
+    assert update(project) == (
+        1,
+        "error: where is the template? Type: scripts/update_from_template.sh PATH_OR_URL\n",
+    )
 
     # The template: new files, and a change of a file that the owner has changed, of one that is gone, of the script.
     source = repository / PROJECT
     for name in ("new.py", "other.py"):
-        (source / "template_package" / name).write_text('NAME = "template_package"\n', encoding="utf-8")
-    for name in ("template_package/trainer.py", "scripts/slurm.sbatch", "scripts/update_from_template.sh"):
+        (source / "template_package" / name).write_text(
+            'NAME = "template_package"\n', encoding="utf-8"
+        )
+    for name in (
+        "template_package/trainer.py",
+        "scripts/slurm.sbatch",
+        "scripts/update_from_template.sh",
+    ):
         (source / name).open("a", encoding="utf-8").write("# of the second version\n")
     second = commit(repository)
     code, output = update(project, str(repository))
@@ -112,10 +133,16 @@ def test_project_with_its_own_changes_follows_two_versions(template: Path, tmp_p
         f"error: conflicts to resolve, then git add and git commit (git reset --hard undoes the update):\n{conflict}\n"
     )
     text = (project / "net" / "trainer.py").read_text(encoding="utf-8")
-    assert text.startswith('<<<<<<< ours\n# mine\n=======\n# of the third version\n>>>>>>> theirs\n"""')
-    status = {line[3:].strip('"'): line[:2] for line in git(top, "status", "--porcelain").splitlines()}
+    assert text.startswith(
+        '<<<<<<< ours\n# mine\n=======\n# of the third version\n>>>>>>> theirs\n"""'
+    )
+    status = {
+        line[3:].strip('"'): line[:2] for line in git(top, "status", "--porcelain").splitlines()
+    }
     names = {"net/trainer.py": "UU", "net/new.py": "D ", ".template.json": "M "}
-    assert status == {(project / name).relative_to(top).as_posix(): state for name, state in names.items()}
+    assert status == {
+        (project / name).relative_to(top).as_posix(): state for name, state in names.items()
+    }
     assert read_origin(project)["commit"] == third
 
 
@@ -129,24 +156,35 @@ def files_beside_git(project: Path) -> dict[str, bytes]:
     return {name: data for name, data in files_of(project).items() if not name.startswith(".git/")}
 
 
-def test_another_answer_changes_its_files_and_keeps_the_owners_changes(repository: Path, tmp_path: Path) -> None:
+def test_another_answer_changes_its_files_and_keeps_the_owners_changes(
+    repository: Path, tmp_path: Path
+) -> None:
     project = bake(repository, tmp_path / "work", **ANSWERS)
     edit(project / "net" / "trainer.py", '"""', '# mine\n"""')
     (project / "net" / "own.py").touch()
     commit(project)
-    assert update(project, str(repository), "trackre=none") == (1, "error: trackre is not a question of the template\n")
+    assert update(project, str(repository), "trackre=none") == (
+        1,
+        "error: trackre is not a question of the template\n",
+    )
     code, output = update(project, str(repository), "size=middle")
     assert code == 1
     assert "middle provided for choice variable size, but the choices are" in output
     assert git(project, "status", "--porcelain") == ""
 
-    code, output = update(project, "tracker=none", str(repository), "HEAD", "extra_strategies=accelerate")
+    code, output = update(
+        project, "tracker=none", str(repository), "HEAD", "extra_strategies=accelerate"
+    )
     assert code == 0, output
     changed = ANSWERS | {"tracker": "none", "extra_strategies": "accelerate"}
     expected = files_of(bake(repository, tmp_path / "expected", **changed))
-    assert "net/strategies/accelerate.py" in expected and "net/tracking/tensorboard.py" not in expected
+    assert (
+        "net/strategies/accelerate.py" in expected and "net/tracking/tensorboard.py" not in expected
+    )
     expected["net/trainer.py"] = expected["net/trainer.py"].replace(b'"""', b'# mine\n"""', 1)
-    assert files_beside_git(project) == expected | {"net/own.py": b""}  # .template.json holds the new answers
+    assert files_beside_git(project) == expected | {
+        "net/own.py": b""
+    }  # .template.json holds the new answers
 
 
 def test_small_project_becomes_a_full_one(repository: Path, tmp_path: Path) -> None:
@@ -171,12 +209,16 @@ def make_old(repository: Path) -> None:
     ]
     for path in files:
         text = path.read_text(encoding="utf-8").replace('answers["size"]', '"full"')
-        text = text.replace("with size=full", "with tools=all").replace('.size == "full"', '.tools == "all"')
+        text = text.replace("with size=full", "with tools=all").replace(
+            '.size == "full"', '.tools == "all"'
+        )
         path.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("tools", ["all", "none"])
-def test_project_that_answered_tools_becomes_a_full_one(template: Path, tmp_path: Path, tools: str) -> None:
+def test_project_that_answered_tools_becomes_a_full_one(
+    template: Path, tmp_path: Path, tools: str
+) -> None:
     repository = Path(shutil.copytree(template, tmp_path / "template"))
     make_old(repository)
     commit(repository)

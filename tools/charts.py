@@ -42,20 +42,32 @@ def rows(path: Path, section: str = "") -> list[list[str]]:
     text = text.partition(f"### {section}\n")[2] if section else text
     table = re.search(r"\|.*\|\n\|[-:| ]+\|\n((?:\|.*\|\n)+)", text)
     assert table, f"{path.name} has no table {section}"
-    return [[cell.strip(" *") for cell in line.strip("|").split(" | ")] for line in table[1].splitlines()]
+    return [
+        [cell.strip(" *") for cell in line.strip("|").split(" | ")]
+        for line in table[1].splitlines()
+    ]
 
 
 def draw_speed(axes: Axes, report: str, section: str) -> None:
     """Draw the milliseconds per step for each loop of a benchmark, the fastest on top."""
     table = [row for row in rows(ROOT / "benchmarks" / report, section) if row[0] != "bare, again"]
-    draw_bars(axes, f"{section}: milliseconds a step", {row[0]: int(row[1]) / 1000 for row in table})
+    draw_bars(
+        axes, f"{section}: milliseconds a step", {row[0]: int(row[1]) / 1000 for row in table}
+    )
 
 
 def draw_bars(axes: Axes, title: str, table: dict[str, float]) -> None:
     names = sorted(table, key=lambda name: -table[name])
     values = [table[name] for name in names]
-    bars = axes.barh(names, values, color=[OURS if name == "generated trainer" else OTHERS for name in names])
-    axes.bar_label(bars, fmt="%.2f" if max(values) < 10 else "%.1f", padding=3, color=pyplot.rcParams["text.color"])
+    bars = axes.barh(
+        names, values, color=[OURS if name == "generated trainer" else OTHERS for name in names]
+    )
+    axes.bar_label(
+        bars,
+        fmt="%.2f" if max(values) < 10 else "%.1f",
+        padding=3,
+        color=pyplot.rcParams["text.color"],
+    )
     axes.margins(x=0.1)
     axes.set_title(title, loc="left")
 
@@ -70,7 +82,9 @@ def draw_faults(axes: Axes) -> None:
                 sums[group][0] += int(tried)
                 sums[group][1] += int(lost)
                 break
-    bars = axes.barh(list(sums)[::-1], [tried for tried, _ in list(sums.values())[::-1]], color=OURS)
+    bars = axes.barh(
+        list(sums)[::-1], [tried for tried, _ in list(sums.values())[::-1]], color=OURS
+    )
     labels = [f"{tried:,} injected, {lost} lost" for tried, lost in sums.values()]
     axes.bar_label(bars, labels[::-1], padding=3, color=pyplot.rcParams["text.color"])
     axes.margins(x=0.6)
@@ -94,7 +108,11 @@ def draw_gpu(tables: dict[str, dict[str, float]], folder: Path) -> None:
 def themes() -> Iterator[str]:
     """Yield the name of each theme, whose style holds until the next one is asked for."""
     for theme, ink in INK.items():
-        style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "ddp-template", "font.size": 11}
+        style: dict[Any, Any] = {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "ddp-template",
+            "font.size": 11,
+        }
         style |= {f"{part}.color": ink for part in ("text", "xtick", "ytick")}
         style |= {f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")}
         with pyplot.rc_context(style):

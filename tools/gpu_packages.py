@@ -47,22 +47,27 @@ def with_what_they_need(names: list[str]) -> list[str]:
 def what_is_missing() -> str:
     """Return one line with the packages that this Python lacks and the commands that bring them, or nothing."""
     if sys.version_info[:2] < OLDEST_PYTHON:
-        return f"{sys.executable} is older than Python 3.11. Name another one: PYTHON=/path/to/python3"
+        return (
+            f"{sys.executable} is older than Python 3.11. Name another one: PYTHON=/path/to/python3"
+        )
     found = {}
     for name in requirements():
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    missing = {name: missing_requirements({name: lowest}, found) for name, lowest in requirements().items()}
+    missing = {
+        name: missing_requirements({name: lowest}, found) for name, lowest in requirements().items()
+    }
     names = [name for name in missing if missing[name]]
     if not names:
         return ""
-    lack = f"{sys.executable} lacks {', '.join(text for texts in missing.values() for text in texts)}."
+    lack = (
+        f"{sys.executable} lacks {', '.join(text for texts in missing.values() for text in texts)}."
+    )
     if "torch" in names:
-        return (
-            f"{lack} Name one that has torch: PYTHON=/path/to/python3, or after `make .venv/.ready`, .venv/bin/python"
-        )
+        remedy = "PYTHON=/path/to/python3, or after `make .venv/.ready`, .venv/bin/python"
+        return f"{lack} Name one that has torch: {remedy}"
     version = f"GPU_PYTHON={sys.version_info.major}.{sys.version_info.minor} GPU_MACHINE={platform.machine()}"
     pip = f"{shlex.quote(sys.executable)} -m pip install --no-index --no-deps --find-links {WHEELS} --target {SITE}"
     return (
@@ -87,11 +92,21 @@ def download(version: str, machine: str) -> str:
         "--no-deps",
     ]
     command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}"]
-    command += [f"--platform={tag}_{machine}" for tag in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
-    code = subprocess.run([*command, *with_what_they_need([*requirements()])], check=False, cwd=ROOT).returncode
+    command += [
+        f"--platform={tag}_{machine}"
+        for tag in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+    ]
+    code = subprocess.run(
+        [*command, *with_what_they_need([*requirements()])], check=False, cwd=ROOT
+    ).returncode
     sizes = [path.stat().st_size for path in (ROOT / WHEELS).glob("*.whl")]
-    print(f"{len(sizes)} wheels for Python {version} on {machine} in {WHEELS}: {sum(sizes) / 1e6:.1f} MB.", end=" ")
-    print("`make test-gpu PYTHON=python3` names those that a machine lacks, with the command that installs them.")
+    print(
+        f"{len(sizes)} wheels for Python {version} on {machine} in {WHEELS}: {sum(sizes) / 1e6:.1f} MB.",
+        end=" ",
+    )
+    print(
+        "`make test-gpu PYTHON=python3` names those that a machine lacks, with the command that installs them."
+    )
     if code:
         return f"`{shlex.join(command)}` ended with exit code {code}"
     return f"more than {MAX_MEGABYTES} MB" if sum(sizes) > MAX_MEGABYTES * 1e6 else ""

@@ -22,9 +22,15 @@ import pyte
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path("/tmp/demo")  # short, and it tells nothing of the machine
-COLUMNS, ROWS, CELL = 88, (24, 4), (8.4, 18)  # characters; lines of the two terminals; pixels of a character
+COLUMNS, ROWS, CELL = (
+    88,
+    (24, 4),
+    (8.4, 18),
+)  # characters; lines of the two terminals; pixels of a character
 FRAME_SECONDS, LONGEST_PAUSE, LAST_PAUSE = 0.1, 1.0, 6.0
-TITLE = "A new project trains on two ranks; one is killed; the same command continues to the same bits"
+TITLE = (
+    "A new project trains on two ranks; one is killed; the same command continues to the same bits"
+)
 PROMPT = r"\$ $"
 COLORS = {"default": "#d7dae0", "red": "#ef7a85", "green": "#8fd07a", "brown": "#e5c07b", "blue": "#6fb3f5"} | {
     "magenta": "#cf8fe8", "cyan": "#63c7d3", "white": "#ffffff", "brightblack": "#8b929e"
@@ -38,10 +44,16 @@ class Terminal:
     def __init__(self, rows: int, on_change: Recording) -> None:
         self.screen = pyte.Screen(COLUMNS, rows)
         self._stream, self._recording = pyte.ByteStream(self.screen), on_change
-        paths = {"PATH": f"{HOME}/venv/bin:/usr/bin:/bin", "VIRTUAL_ENV": f"{HOME}/venv", "HOME": str(HOME)}
+        paths = {
+            "PATH": f"{HOME}/venv/bin:/usr/bin:/bin",
+            "VIRTUAL_ENV": f"{HOME}/venv",
+            "HOME": str(HOME),
+        }
         shell = {"PS1": "$ ", "TERM": "xterm-256color", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         command = ("/bin/bash", ["--norc", "--noprofile"])
-        self._child = pexpect.spawn(*command, dimensions=(rows, COLUMNS), env=paths | shell, cwd=HOME, timeout=90)
+        self._child = pexpect.spawn(
+            *command, dimensions=(rows, COLUMNS), env=paths | shell, cwd=HOME, timeout=90
+        )
         self._child.logfile_read, self._child.delaybeforesend = self, None
         self.wait_for(PROMPT)
 
@@ -92,8 +104,12 @@ class Recording:
         width, gap = COLUMNS * CELL[0] + 24, ROWS[0] * CELL[1] + 30
         lines: dict[str, int] = {}
         steps, frames, passed = [], [], 0.0
-        for number, ((_, frame), pause) in enumerate(zip(self.frames, [*pauses, LAST_PAUSE], strict=True)):
-            steps.append(f"{100 * passed / seconds:.3f}%{{transform:translateY({-number * height:g}px)}}")
+        for number, ((_, frame), pause) in enumerate(
+            zip(self.frames, [*pauses, LAST_PAUSE], strict=True)
+        ):
+            steps.append(
+                f"{100 * passed / seconds:.3f}%{{transform:translateY({-number * height:g}px)}}"
+            )
             passed += pause
             uses = [
                 f'<use href="#l{lines.setdefault(line, len(lines))}" y="{_top(row) + number * height:g}"/>'
@@ -101,7 +117,10 @@ class Recording:
                 if line
             ]
             frames.append("".join(uses))
-        texts = "".join(f'<text id="l{number}" xml:space="preserve">{line}</text>' for line, number in lines.items())
+        texts = "".join(
+            f'<text id="l{number}" xml:space="preserve">{line}</text>'
+            for line, number in lines.items()
+        )
         last = f"transform:translateY({-(len(frames) - 1) * height:g}px)"
         size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
         family = 'ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace'
@@ -128,10 +147,18 @@ def _svg_lines(screen: pyte.Screen) -> list[str]:
         line, column = "", 0
         for (color, is_bold), group in groupby(cells, key=lambda cell: (cell.fg, cell.bold)):
             text = "".join(cell.data for cell in group)
-            style = f' style="fill:{COLORS.get(color, COLORS["default"])}"' if color != "default" else ""
+            style = (
+                f' style="fill:{COLORS.get(color, COLORS["default"])}"'
+                if color != "default"
+                else ""
+            )
             weight = ' font-weight="bold"' if is_bold else ""
             left = f' x="{12 + column * CELL[0]:g}"'
-            line += f"<tspan{left}{style}{weight}>{escape(text.rstrip())}</tspan>" if text.strip() else ""
+            line += (
+                f"<tspan{left}{style}{weight}>{escape(text.rstrip())}</tspan>"
+                if text.strip()
+                else ""
+            )
             column += len(text)
         lines.append(line)
     return lines
@@ -139,7 +166,9 @@ def _svg_lines(screen: pyte.Screen) -> list[str]:
 
 def play(first: Terminal, second: Terminal) -> None:
     first.type("cookiecutter ddp-template")
-    questions = [key for key in json.loads((ROOT / "cookiecutter.json").read_text("utf-8")) if key[0] != "_"]
+    questions = [
+        key for key in json.loads((ROOT / "cookiecutter.json").read_text("utf-8")) if key[0] != "_"
+    ]
     for question in range(1, len(questions) + 1):
         first.wait_for(rf"\[{question}/{len(questions)}\]")
         time.sleep(0.5)
@@ -174,14 +203,20 @@ def main(python_folder: Path) -> None:
     try:
         HOME.mkdir()
         (HOME / "venv").symlink_to(python_folder.resolve())
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(HOME / "ddp-template")], check=True)
+        subprocess.run(
+            ["git", "clone", "--quiet", str(ROOT), str(HOME / "ddp-template")], check=True
+        )
         recording = Recording()
         recording.terminals += [Terminal(rows, recording) for rows in ROWS]
         play(*recording.terminals)
     finally:
         shutil.rmtree(HOME)
     svg = recording.svg()
-    leaks = [word for word in (str(ROOT), f"({socket.gethostname()}", f"{os.path.expanduser('~')}/") if word in svg]
+    leaks = [
+        word
+        for word in (str(ROOT), f"({socket.gethostname()}", f"{os.path.expanduser('~')}/")
+        if word in svg
+    ]
     assert not leaks, f"The recording shows {leaks}"
     (ROOT / "docs" / "recording.svg").write_text(svg, encoding="utf-8")
 

@@ -28,20 +28,34 @@ def page() -> str:
     from pydantic import TypeAdapter
 
     config = import_module("template_package.config")
-    schema, defaults = TypeAdapter(config.Config).json_schema(), config.to_dict(config.build_config({}))
+    schema, defaults = (
+        TypeAdapter(config.Config).json_schema(),
+        config.to_dict(config.build_config({})),
+    )
     files = import_module("template_package.config_file").available_files
     schema["properties"]["strategy"] = {"enum": files("strategies")}
-    schema["$defs"]["LoggingConfig"]["properties"]["tracker"]["items"] = {"enum": ["none", *files("tracking")]}
+    schema["$defs"]["LoggingConfig"]["properties"]["tracker"]["items"] = {
+        "enum": ["none", *files("tracking")]
+    }
     notes, parts, top = comments(), [HEAD], [["key", "default", "values", "meaning"]]
     for name, entry in schema["properties"].items():
         reference = entry.get("$ref", "").rpartition("/")[2]
         if not reference:
-            top.append([f"`{name}`", f"`{text(defaults[name])}`", values(entry) or "see right", notes[name]])
+            top.append(
+                [
+                    f"`{name}`",
+                    f"`{text(defaults[name])}`",
+                    values(entry) or "see right",
+                    notes[name],
+                ]
+            )
         elif name not in ("data", "model"):
             rows = [["key", "default", "values", "meaning"]]
             for key, item in schema["$defs"][reference]["properties"].items():
                 dotted = f"{name}.{key}"
-                rows.append([f"`{dotted}`", f"`{text(defaults[name][key])}`", values(item), notes[dotted]])
+                rows.append(
+                    [f"`{dotted}`", f"`{text(defaults[name][key])}`", values(item), notes[dotted]]
+                )
             about = f"{notes[name][:1].upper()}{notes[name][1:]}.\n\n" if name in notes else ""
             parts.append(f"## {name}\n\n{about}{table(rows)}")
     parts.insert(1, f"## The run\n\n{table(top)}")
@@ -56,7 +70,11 @@ def comments() -> dict[str, str]:
             indent, key, note = match.groups()
             section = section if indent else key
             dotted = f"{section}.{key}" if indent else key
-            notes |= {dotted: (note or "").replace("|", "\\|").replace("<", "&lt;")} if indent or note else {}
+            notes |= (
+                {dotted: (note or "").replace("|", "\\|").replace("<", "&lt;")}
+                if indent or note
+                else {}
+            )
     return notes
 
 
@@ -69,8 +87,18 @@ def values(entry: dict[str, Any]) -> str:
     low = f" from {entry['minimum']:g}" if "minimum" in entry else ""
     low = f" above {entry['exclusiveMinimum']:g}" if "exclusiveMinimum" in entry else low
     high = f" to {entry['maximum']:,}" if entry.get("maximum", 2**60) < 2**60 else ""
-    high = f" below {entry['exclusiveMaximum']:g}" if entry.get("exclusiveMaximum", 2**32) < 2**32 else high
-    words = {"boolean": "`true`, `false`", "null": "`null`", "string": "text", "number": "number", "object": "keys"}
+    high = (
+        f" below {entry['exclusiveMaximum']:g}"
+        if entry.get("exclusiveMaximum", 2**32) < 2**32
+        else high
+    )
+    words = {
+        "boolean": "`true`, `false`",
+        "null": "`null`",
+        "string": "text",
+        "number": "number",
+        "object": "keys",
+    }
     if entry.get("type") == "array":
         return f"list of {values(entry['items'])}"
     kind = str(entry.get("type", ""))

@@ -19,14 +19,25 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def train(binaries: Path, folder: Path) -> Path:
     """Make a project, train it, run a sweep and write the sweep's report. Return the project's folder."""
-    answers = ["--no-input", "--default-config", "-o", str(folder), "project_name=Digits", "size=full"]
+    answers = [
+        "--no-input",
+        "--default-config",
+        "-o",
+        str(folder),
+        "project_name=Digits",
+        "size=full",
+    ]
     answers.append("smoke_test=skip")
     subprocess.run([binaries / "cookiecutter", ROOT, *answers], check=True)
     project = folder / "digits"
     page = (ROOT / "docs/how-to/sweeps.md").read_text(encoding="utf-8")
     sweep = page.split("```yaml\n")[1].split("```")[0].replace("devices: auto:1", "devices: cpu")
     (project / "rates.yaml").write_text(sweep, encoding="utf-8")
-    for words in ("device_ids=cpu,cpu", "sweep rates.yaml training.epochs=6", "report learning-rates"):
+    for words in (
+        "device_ids=cpu,cpu",
+        "sweep rates.yaml training.epochs=6",
+        "report learning-rates",
+    ):
         subprocess.run([binaries / "python", "run.py", *words.split()], cwd=project, check=True)
     return project
 
@@ -41,26 +52,43 @@ def main(python_folder: Path, folder: Path) -> None:
     binaries, docs, port = python_folder.resolve() / "bin", ROOT / "docs", free_port()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:
-        sys.exit("Neither chromium nor google-chrome was found. Install one for the screenshots (Debian: chromium).")
+        sys.exit(
+            "Neither chromium nor google-chrome was found. Install one for the screenshots (Debian: chromium)."
+        )
     project = train(binaries, folder)
     address = ["--host", "127.0.0.1", "--port", str(port)]
     board = subprocess.Popen(
-        [binaries / "tensorboard", "--logdir", project / "runs/learning-rates", "--load_fast", "false", *address]
+        [
+            binaries / "tensorboard",
+            "--logdir",
+            project / "runs/learning-rates",
+            "--load_fast",
+            "false",
+            *address,
+        ]
     )
     try:
         with sync_playwright() as playwright:
-            page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+            page = playwright.chromium.launch(
+                executable_path=chromium, args=["--no-sandbox"]
+            ).new_page()
             page.set_viewport_size({"width": 1000, "height": 800})
             page.goto(f"file://{project}/runs/learning-rates/report.html")
             page.screenshot(path=docs / "sweep.png", full_page=True)
             page.goto(f"file://{project}/runs/baseline/report.html")
-            end = page.locator("h2", has_text="Environment").bounding_box()["y"]  # what follows tells of this machine
+            end = page.locator("h2", has_text="Environment").bounding_box()[
+                "y"
+            ]  # what follows tells of this machine
             page.screenshot(
-                path=docs / "report.png", full_page=True, clip={"x": 0, "y": 0, "width": 1000, "height": end}
+                path=docs / "report.png",
+                full_page=True,
+                clip={"x": 0, "y": 0, "width": 1000, "height": end},
             )
             page.set_viewport_size({"width": 1500, "height": 860})
             page.wait_for_timeout(15_000)  # until TensorBoard answers
-            page.goto(f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=loss%7Caccuracy#timeseries")
+            page.goto(
+                f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=loss%7Caccuracy#timeseries"
+            )
             page.wait_for_timeout(10_000)  # until it has drawn its curves
             page.screenshot(path=docs / "tensorboard.png")
     finally:

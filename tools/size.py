@@ -26,10 +26,18 @@ from typing import NamedTuple
 from baking import export_template, plain_environment, run_cookiecutter
 
 PACKAGE = "ddp_experiment"
-MAX_TOKENS = {"small": 13_000, "full": 51_800}  # of package and run.py in each size; README.md names them
+MAX_TOKENS = {
+    "small": 13_000,
+    "full": 51_800,
+}  # of package and run.py in each size; README.md names them
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
-RUN = ["run.py", "device_ids=cpu,cpu", "training.global_batch_size=2", "logging.every_steps=1000000"]
+RUN = [
+    "run.py",
+    "device_ids=cpu,cpu",
+    "training.global_batch_size=2",
+    "logging.every_steps=1000000",
+]
 RUN += ["evaluation.every_epochs=null", "checkpoint.every_epochs=null"]
 STEPS_BEFORE_SIGTERM = 5
 SPY = """
@@ -81,28 +89,57 @@ def main() -> int:
         trainer = {"run.py", f"{PACKAGE}/trainer.py", *python_files(small, f"{PACKAGE}/core")}
         is_within_budget = [
             print_files("small: package and run.py", small, small_package, 16, MAX_TOKENS["small"]),
-            print_files("small: run.py, trainer.py and core", small, trainer, max_tokens=10_000, max_lines=1_100),
+            print_files(
+                "small: run.py, trainer.py and core",
+                small,
+                trainer,
+                max_tokens=10_000,
+                max_lines=1_100,
+            ),
             print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_000),
-            *print_flows("small", small, Path(folder, "spy-small"), max_to_step=14, max_from_sigterm=8),
-            print_files("full: package and run.py", full, full_package, 51, MAX_TOKENS["full"], aim_tokens=42_000),
-            print_files("full: tests", full, python_files(full, "tests"), 11, 11_750, aim_tokens=11_500),
-            print_files("full: modules that trainer.py imports", full, modules_of_trainer(full), 16),
-            *print_flows("full", full, Path(folder, "spy-full"), max_to_step=32, max_from_sigterm=18),
+            *print_flows(
+                "small", small, Path(folder, "spy-small"), max_to_step=14, max_from_sigterm=8
+            ),
+            print_files(
+                "full: package and run.py",
+                full,
+                full_package,
+                51,
+                MAX_TOKENS["full"],
+                aim_tokens=42_000,
+            ),
+            print_files(
+                "full: tests", full, python_files(full, "tests"), 11, 11_750, aim_tokens=11_500
+            ),
+            print_files(
+                "full: modules that trainer.py imports", full, modules_of_trainer(full), 16
+            ),
+            *print_flows(
+                "full", full, Path(folder, "spy-full"), max_to_step=32, max_from_sigterm=18
+            ),
             print_density("small: a line of code in the package", small, small_package, 9.0),
             print_density("full: a line of code in the package", full, full_package, 10.3),
-            print_density("full: a line of code in the tests", full, python_files(full, "tests"), 11.0),
+            print_density(
+                "full: a line of code in the tests", full, python_files(full, "tests"), 11.0
+            ),
             print_private_names(full, full_package, 19),
         ]
         return int(not all(is_within_budget))
 
 
-def print_flows(title: str, project: Path, spy: Path, max_to_step: int, max_from_sigterm: int) -> Iterator[bool]:
+def print_flows(
+    title: str, project: Path, spy: Path, max_to_step: int, max_from_sigterm: int
+) -> Iterator[bool]:
     """Run the project, and print the files that one reads to follow it. Yield for each row if it is within budget."""
     calls = log_run(project, spy)
     to_step = files_before(calls, "train_step") | files_of_a_step(calls)
-    yield print_files(f"{title}: from the command to a step's end", project, to_step, max_to_step, aim_files=14)
+    yield print_files(
+        f"{title}: from the command to a step's end", project, to_step, max_to_step, aim_files=14
+    )
     after = files_after_sigterm(calls)
-    yield print_files(f"{title}: from SIGTERM to the run's end", project, after, max_from_sigterm, aim_files=8)
+    yield print_files(
+        f"{title}: from SIGTERM to the run's end", project, after, max_from_sigterm, aim_files=8
+    )
 
 
 def print_files(
@@ -160,7 +197,10 @@ def package_files(project: Path) -> list[str]:
 
 def token_lines(file: Path) -> list[int]:
     """Return the number of the line where each token begins. An f-string is one token under every version of Python."""
-    lines, depth = [], 0  # from Python 3.12 on, an f-string is several tokens between FSTRING_START and FSTRING_END
+    lines, depth = (
+        [],
+        0,
+    )  # from Python 3.12 on, an f-string is several tokens between FSTRING_START and FSTRING_END
     with tokenize.open(file) as source:
         for token in tokenize.generate_tokens(source.readline):
             kind = tokenize.tok_name[token.type]
@@ -193,9 +233,16 @@ def private_names(project: Path, files: Iterable[str]) -> dict[str, list[str]]:
 def defined_name(node: ast.AST) -> str | None:
     """Return the name of a function, class, argument, variable or attribute of `self` that this node defines."""
     match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+        case (
+            ast.FunctionDef(name=name)
+            | ast.AsyncFunctionDef(name=name)
+            | ast.ClassDef(name=name)
+            | ast.arg(arg=name)
+        ):
             return name
-        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(
+            ast.Name("self"), name, ast.Store()
+        ):
             return name
     return None
 
@@ -220,7 +267,9 @@ def foreign_names(node: ast.AST, own: Collection[str | None]) -> Iterator[tuple[
 
 def make_project(template: Path, output_dir: Path, size: str) -> Path:
     settings = {"COOKIECUTTER_CONFIG": os.devnull}
-    result = run_cookiecutter(template, output_dir, settings, smoke_test="skip", size=size, package_name=PACKAGE)
+    result = run_cookiecutter(
+        template, output_dir, settings, smoke_test="skip", size=size, package_name=PACKAGE
+    )
     assert result.returncode == 0, result.stdout
     return next(output_dir.iterdir())
 
@@ -236,9 +285,17 @@ def log_run(project: Path, spy: Path) -> list[Call]:
     log.touch()
     environment = plain_environment({"SPY_LOG": str(log), "PYTHONPATH": str(spy)})
     command = [sys.executable, *RUN]
-    with console, subprocess.Popen(command, cwd=project, env=environment, stdout=console, stderr=console) as process:
+    with (
+        console,
+        subprocess.Popen(
+            command, cwd=project, env=environment, stdout=console, stderr=console
+        ) as process,
+    ):
         # Two ranks each log a step's call and its return.
-        while process.poll() is None and log.read_text().count(" train_step ") < 4 * STEPS_BEFORE_SIGTERM:
+        while (
+            process.poll() is None
+            and log.read_text().count(" train_step ") < 4 * STEPS_BEFORE_SIGTERM
+        ):
             time.sleep(0.1)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"{process.pid} {process.pid} <SIGTERM> run.py\n")
@@ -252,7 +309,9 @@ def files_of_a_step(calls: Iterable[Call]) -> set[str]:
     thread = next(call.thread for call in calls if call.function == "train_step")
     of_rank = [call for call in calls if call.thread == thread]
     calls_and_returns = [i for i, call in enumerate(of_rank) if call.function == "train_step"]
-    return {call.file for call in of_rank[calls_and_returns[2] : calls_and_returns[3]]} - USERS_FILES
+    return {
+        call.file for call in of_rank[calls_and_returns[2] : calls_and_returns[3]]
+    } - USERS_FILES
 
 
 def files_before(calls: Iterable[Call], function: str) -> set[str]:
@@ -277,7 +336,12 @@ def files_after_sigterm(calls: Iterable[Call]) -> set[str]:
         is_sent = is_sent or call.function == "<SIGTERM>"
         if call.function == "train_step":
             in_step ^= {call.thread}  # its call, then its return
-        elif is_sent and call.process in processes and call.thread not in in_step and call.function[0] != "<":
+        elif (
+            is_sent
+            and call.process in processes
+            and call.thread not in in_step
+            and call.function[0] != "<"
+        ):
             files.add(call.file)
     return files - USERS_FILES
 
@@ -290,7 +354,9 @@ def modules_of_trainer(project: Path) -> set[str]:
             module = trainer.parent.joinpath(*(node.module or "").split("."))
             files |= {module / "__init__.py", module.with_suffix(".py")}
             files |= {module / f"{alias.name}.py" for alias in node.names}
-    return {str(file.relative_to(project)) for file in files if file.is_file() and file.stat().st_size}
+    return {
+        str(file.relative_to(project)) for file in files if file.is_file() and file.stat().st_size
+    }
 
 
 if __name__ == "__main__":

@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
-os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here, and its import would fail
+os.environ["CUDA_DEVICE_ORDER"] = (
+    "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
+)
+os.environ["MPLBACKEND"] = (
+    "agg"  # a notebook's own backend may be missing here, and its import would fail
+)
 
 if TYPE_CHECKING:  # imports are inside functions, since the process that starts the ranks does not load the trainer
     from template_package.config import Config
@@ -40,7 +44,9 @@ def main(arguments: list[str]) -> int:
     from template_package.errors import ConfigError
 
     if sys.platform == "win32":  # it has no Unix signals, locks and sockets
-        print("error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr)
+        print(
+            "error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr
+        )
         sys.exit(2)
     try:
         from template_package.commands import parse_command_line
@@ -68,8 +74,14 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for name in (signal.SIGINT, signal.SIGTERM):  # until the launcher handles them: torch's import would lose Ctrl-C
-        if signal.getsignal(name) in (signal.SIG_DFL, signal.default_int_handler):  # others: nohup, a user's own
+    for name in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # until the launcher handles them: torch's import would lose Ctrl-C
+        if signal.getsignal(name) in (
+            signal.SIG_DFL,
+            signal.default_int_handler,
+        ):  # others: nohup, a user's own
             signal.signal(name, lambda number, _: os._exit(128 + number))
     exit_code = main(sys.argv[1:])
     from template_package.launching.processes import end_process

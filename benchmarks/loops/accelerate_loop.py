@@ -14,12 +14,18 @@ from loops.settings import Settings
 def main() -> None:
     settings = Settings.from_environment()
     # split_batches: each rank takes its contiguous part of the global batches that the loader gives.
-    data = DataLoaderConfiguration(split_batches=True, non_blocking=settings.is_tuned and settings.device != "cpu")
+    data = DataLoaderConfiguration(
+        split_batches=True, non_blocking=settings.is_tuned and settings.device != "cpu"
+    )
     precision = settings.precision.replace("fp32", "no")
-    accelerator = Accelerator(cpu=settings.device == "cpu", mixed_precision=precision, dataloader_config=data)
+    accelerator = Accelerator(
+        cpu=settings.device == "cpu", mixed_precision=precision, dataloader_config=data
+    )
     model = make_model(settings)
     optimizer = make_optimizer(model, settings)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(settings, rank=0, num_ranks=1))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, make_loader(settings, rank=0, num_ranks=1)
+    )
     recorder = Recorder(settings, accelerator.process_index)
     step = 0
     while step < settings.num_steps:

@@ -30,7 +30,10 @@ class OrderedBatches(Sampler[list[int]]):
         size = settings.global_batch_size
         self._first, self._last = -(-size * rank // num_ranks), -(-size * (rank + 1) // num_ranks)
         self._settings, self._epoch = settings, 0
-        self.batch_size, self.drop_last = self._last - self._first, False  # Accelerate asks for these
+        self.batch_size, self.drop_last = (
+            self._last - self._first,
+            False,
+        )  # Accelerate asks for these
 
     def __iter__(self) -> Iterator[list[int]]:
         settings = self._settings
@@ -79,7 +82,9 @@ def make_loader(settings: Settings, rank: int, num_ranks: int) -> DataLoader[Any
     collate = as_it_is if hasattr(dataset, "__getitems__") and settings.is_tuned else None
     pin = settings.is_tuned and settings.device != "cpu"
     workers = settings.num_workers
-    return DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin)
+    return DataLoader(
+        dataset, batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin
+    )
 
 
 def as_it_is(batch: Any) -> Any:
@@ -91,8 +96,14 @@ def make_optimizer(model: nn.Module, settings: Settings) -> AdamW:
     """Return AdamW with weight decay on matrices only, as in the generated trainer, so that losses can be equal."""
     parameters = list(model.parameters())
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+            "weight_decay": WEIGHT_DECAY,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
     ]
     return AdamW(groups, lr=LEARNING_RATE, fused=True if settings.is_tuned else None)
 
@@ -120,7 +131,11 @@ class Recorder:
     def finish(self, last_loss: Tensor | None = None) -> None:
         """Write the rank's results. `last_loss` is the loss of the last step, for a loop that does not call log()."""
         is_on_gpu = self._settings.device != "cpu"
-        peak = torch.cuda.max_memory_allocated() if is_on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if is_on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
         result = {
             "lap_seconds": [end - start for start, end in pairwise(self._times)],
             "final_loss": self._loss if last_loss is None else mean_over_ranks(last_loss),

@@ -66,7 +66,10 @@ def main() -> None:
     model = make_model(settings)
     marks = MarkLogs(settings)
     trainer = OwnTrainer(
-        model=model, args=arguments, optimizers=(make_optimizer(model, settings), None), callbacks=[marks]
+        model=model,
+        args=arguments,
+        optimizers=(make_optimizer(model, settings), None),
+        callbacks=[marks],
     )
     trainer.settings = settings
     trainer.train()

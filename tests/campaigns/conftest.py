@@ -25,7 +25,11 @@ REPORTS = ROOT / "build" / "campaigns"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="the whole campaigns, which write reports to build/campaigns")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="the whole campaigns, which write reports to build/campaigns",
+    )
 
 
 @pytest.fixture
@@ -84,16 +88,24 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     rows = config.stash[ROWS]
     if not rows:
         return
-    table = "\n".join(["| fault | tried | survived | lost | seed |", "|---|---:|---:|---:|---:|", *rows])
+    table = "\n".join(
+        ["| fault | tried | survived | lost | seed |", "|---|---:|---:|---:|---:|", *rows]
+    )
     terminalreporter.write_line(f"\n{table}\n")
     if config.getoption("--long"):
         minutes = round((time.monotonic() - config.stash[STARTED]) / 60)
-        versions = f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+        versions = (
+            f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}"
+        )
         head = (
             f"# Faults that were injected\n\n`make campaigns` ({minutes} minutes) on {date.today()}: {versions}, "
             f"{os.cpu_count()} cores. The seed is that of Python's `random.Random`; - stands where nothing is drawn."
         )
-        failed = [outcome.nodeid for kind in ("failed", "error") for outcome in terminalreporter.getreports(kind)]
+        failed = [
+            outcome.nodeid
+            for kind in ("failed", "error")
+            for outcome in terminalreporter.getreports(kind)
+        ]
         failed = [f"Failed: {', '.join(failed)}"] if failed else []
         REPORTS.mkdir(parents=True, exist_ok=True)
         text = "\n\n".join([head, *failed, table, *config.stash[TEXTS]])
@@ -115,7 +127,9 @@ def project_tests() -> ModuleType:
 
 
 @pytest.fixture
-def make_project(project_tests: ModuleType, tmp_path: Path) -> Iterator[Callable[[Path | None], Any]]:
+def make_project(
+    project_tests: ModuleType, tmp_path: Path
+) -> Iterator[Callable[[Path | None], Any]]:
     """Yield a function that makes a project like those of the generated tests.
 
     The function's argument is a folder with the project's model.py and dataset.py, or None for those of the tests.
@@ -123,7 +137,9 @@ def make_project(project_tests: ModuleType, tmp_path: Path) -> Iterator[Callable
     sessions = []
 
     def make(workload: Path | None) -> Any:
-        folder = project_tests.copy_project(tmp_path / "project", workload or project_tests.WORKLOAD)
+        folder = project_tests.copy_project(
+            tmp_path / "project", workload or project_tests.WORKLOAD
+        )
         sessions.append(project_tests.Session(folder, tmp_path / "session.txt"))
         return project_tests.Project(folder, sessions[-1])
 

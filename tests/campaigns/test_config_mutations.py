@@ -19,27 +19,60 @@ SMALL = ["training.max_steps=2", "evaluation.every_epochs=null", "checkpoint.eve
 VALUES = [
     *"nan inf -inf -1 0 1 2 1.5 1e400 10000000000000000000000 true false null '' yes auto cpu [] [1,2]".split(),
     *"/ [1,[2,[3]]] {a:1} {} text é 日本 .. ${seed} ${oc.env:HOME} &a[*a] *b 2024-01-01 0x10 1_000 ~ | - % @".split(),
-    *["a b", "!!python/object/apply:os.system [exit]", "!!binary aGk=", "'\\x00'", "[1, 2]", "{a: 1}", "&a [*a]"],
+    *[
+        "a b",
+        "!!python/object/apply:os.system [exit]",
+        "!!binary aGk=",
+        "'\\x00'",
+        "[1, 2]",
+        "{a: 1}",
+        "&a [*a]",
+    ],
     *"9223372036854775807 -9223372036854775808 1000000000000 1e-9".split(),
     *"best loss [10,5] [0.5,0.2] [-1] fp16 bf16 sgd adam constant linear step".split(),
     *"1 2 3 4 0.1 0.5 1e-3 true false null auto".split() * 8,  # some of these are right, somewhere
 ]
-ENCODINGS = ["utf-16", "utf-16-le", "utf-32", "latin-1", "cp037", "gb18030", "utf-8-sig"]  # the last one can be read
+ENCODINGS = [
+    "utf-16",
+    "utf-16-le",
+    "utf-32",
+    "latin-1",
+    "cp037",
+    "gb18030",
+    "utf-8-sig",
+]  # the last one can be read
 # Not changed: what would only make a run long, large or wait for other machines.
-SPARED = ("launch.master_addr", "training.compile", "logging.profile_steps", "launch.timeout_minutes")
+SPARED = (
+    "launch.master_addr",
+    "training.compile",
+    "logging.profile_steps",
+    "launch.timeout_minutes",
+)
 
 
 @pytest.mark.timeout(3600)
 def test_mutated_config_is_refused_in_words_or_trains(
-    make_project: Callable[[Path | None], Any], project_tests: Any, is_long: bool, report: Report, tmp_path: Path
+    make_project: Callable[[Path | None], Any],
+    project_tests: Any,
+    is_long: bool,
+    report: Report,
+    tmp_path: Path,
 ) -> None:
-    for name in ("model.py", "dataset.py"):  # the image example's, which check their values; the tests' own do not
+    for name in (
+        "model.py",
+        "dataset.py",
+    ):  # the image example's, which check their values; the tests' own do not
         shutil.copy(project_tests.ROOT / project_tests.PACKAGE / name, tmp_path)
     project, choose = make_project(tmp_path), random.Random(seed := 3)
     original = (project.folder / "config.yaml").read_text(encoding="utf-8")
     keys = [key for key in dotted(yaml.safe_load(defaults(project_tests))) if key not in SPARED]
     names = {name for key in [*keys, *SPARED] for name in key.split(".")}
-    num_cases, codes, rules, tries = (1_000 if is_long else 120), Counter[int](), Counter[str](), Tries()
+    num_cases, codes, rules, tries = (
+        (1_000 if is_long else 120),
+        Counter[int](),
+        Counter[str](),
+        Tries(),
+    )
     for number in range(num_cases):
         words = mutate(project.folder / "config.yaml", original, keys, choose)
         words = [*words, *SMALL] if words[:1] != ["--"] else words[1:]
@@ -52,7 +85,10 @@ def test_mutated_config_is_refused_in_words_or_trains(
             if code == 0:
                 assert project.json(f"run{number}", "summary.json")["status"] == "complete"
             elif code == 1:  # a learning rate of 2**63 - 1, say
-                assert "is not finite. Look for a NaN in the samples, lower optimizer.learning_rate" in lines[-1]
+                assert (
+                    "is not finite. Look for a NaN in the samples, lower optimizer.learning_rate"
+                    in lines[-1]
+                )
             else:
                 assert code == 2
                 assert 1 <= len(lines) <= 3
@@ -80,7 +116,11 @@ def dotted(content: dict[str, Any], prefix: str = "") -> list[str]:
     keys = []
     for key, value in content.items():
         if f"{prefix}{key}" != "name":
-            keys += dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+            keys += (
+                dotted(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and value
+                else [f"{prefix}{key}"]
+            )
     return keys
 
 
@@ -98,14 +138,24 @@ def mutate(path: Path, original: str, keys: list[str], choose: random.Random) ->
         case 3:  # a word that is no key=value
             return [
                 "--",
-                choose.choice([f"--{key} {value}", f"--{key}={value}", key, f"={value}", f"{key}.x={value}", ""]),
+                choose.choice(
+                    [
+                        f"--{key} {value}",
+                        f"--{key}={value}",
+                        key,
+                        f"={value}",
+                        f"{key}.x={value}",
+                        "",
+                    ]
+                ),
             ]
         case 4:  # an unknown key
             return ["--", f"{key[:-1]}={value}"]
         case 5:
             line = f"{name}: {value}"
             path.write_text(
-                f"{original}\n{section}:\n  {line}\n" if section else f"{original}\n{line}\n", encoding="utf-8"
+                f"{original}\n{section}:\n  {line}\n" if section else f"{original}\n{line}\n",
+                encoding="utf-8",
             )
         case 6:
             content = yaml.safe_load(original)

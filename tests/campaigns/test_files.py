@@ -33,7 +33,10 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(
         bits = bytearray(whole)
         bits[choose.randrange(len(bits))] ^= 1 << choose.randrange(8)
         flipped.append(bytes(bits))
-    for fault, contents in {"checkpoint cut short": cut, "checkpoint with a flipped bit": flipped}.items():
+    for fault, contents in {
+        "checkpoint cut short": cut,
+        "checkpoint with a flipped bit": flipped,
+    }.items():
         tries, num_told = Tries(), 0
         for number, content in enumerate(contents):
             name = f"{fault.split()[-1]}{number}"
@@ -62,15 +65,27 @@ def test_disk_that_is_full_keeps_what_was_whole(
     project, choose, tries = make_project(WORKLOAD), random.Random(seed := 6), Tries()
     words = [*WORDS[1:], "device_ids=cpu"]
     project.run(*words, "name=undisturbed")
-    needed = sum(path.stat().st_size for path in project.directory("undisturbed").rglob("*") if path.is_file())
+    needed = sum(
+        path.stat().st_size
+        for path in project.directory("undisturbed").rglob("*")
+        if path.is_file()
+    )
     ends = []
     for number in range(9 if is_long else 1):
         third = (number + 1) % 3  # of the run; the last twentieth would do without it
-        name, size = f"full{number}", max(100, int(0.95 * needed / 1024 * (third + choose.random()) / 3))
+        name, size = (
+            f"full{number}",
+            max(100, int(0.95 * needed / 1024 * (third + choose.random()) / 3)),
+        )
         mount = f"mount -t tmpfs -o size={size}k tmpfs runs"
         script = f'rm -rf kept; mkdir -p runs; {mount}; "$0" "$@"; code=$?; cp -r runs/{name} kept; exit $code'
         with tries.one(f"{name}, {size} KiB"):
-            output = project.run(*words, f"name={name}", command=[*UNSHARE, "sh", "-c", script, sys.executable], code=1)
+            output = project.run(
+                *words,
+                f"name={name}",
+                command=[*UNSHARE, "sh", "-c", script, sys.executable],
+                code=1,
+            )
             shutil.move(project.folder / "kept", project.directory(name))
             ends.append(last_saved(project, name))
             assert "No space left on device" in output
@@ -85,13 +100,25 @@ def test_disk_that_is_full_keeps_what_was_whole(
             assert_same(project, name)
         shutil.rmtree(project.directory(name), ignore_errors=True)
     num_steps = last_saved(project, "undisturbed")
-    text = f"Last steps that were saved before, of {num_steps}: {', '.join(map(str, sorted(ends)))}."
-    text += " Each time one line said so; with more room the same command continued to the same bits."
-    report("disk full at a random moment", tries, f"## disk full at a random moment\n\n{text}", seed=seed)
+    text = (
+        f"Last steps that were saved before, of {num_steps}: {', '.join(map(str, sorted(ends)))}."
+    )
+    text += (
+        " Each time one line said so; with more room the same command continued to the same bits."
+    )
+    report(
+        "disk full at a random moment",
+        tries,
+        f"## disk full at a random moment\n\n{text}",
+        seed=seed,
+    )
     if is_long:
         assert {end * 3 // num_steps for end in ends} >= {0, 1, 2}
 
 
 def last_saved(project: Any, name: str) -> int:
     """Return the step of the run's last checkpoint, or 0 if the run has no checkpoint."""
-    return max((int(path.stem[5:]) for path in project.directory(name).glob("checkpoints/step_*.pt")), default=0)
+    return max(
+        (int(path.stem[5:]) for path in project.directory(name).glob("checkpoints/step_*.pt")),
+        default=0,
+    )

@@ -41,7 +41,9 @@ evaluation would add 15 in 3,000 steps."""
 
 
 @pytest.mark.timeout(3600)
-def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long: bool, report: Report) -> None:
+def test_long_run_stays_flat(
+    make_project: Callable[[Path | None], Any], is_long: bool, report: Report
+) -> None:
     project, num_steps = make_project(None), 20_000 if is_long else 4_000
     words = [
         "device_ids=cpu,cpu", f"training.max_steps={num_steps}", "training.epochs=100000", "logging.every_steps=50",
@@ -51,7 +53,9 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     project.append("model.py", WAITS)
     process = project.start(*words)
     outputs: list[str] = []
-    reading = threading.Thread(target=lambda: outputs.extend(process.communicate()))  # a pipe holds 64 KiB
+    reading = threading.Thread(
+        target=lambda: outputs.extend(process.communicate())
+    )  # a pipe holds 64 KiB
     reading.start()
     samples: list[tuple[int, float, int, int]] = []
     pause = project.folder / "pause"
@@ -66,14 +70,19 @@ def test_long_run_stays_flat(make_project: Callable[[Path | None], Any], is_long
     first, last = samples[1], samples[-1]  # the allocators' first blocks come in the first steps
     middle = next(sample for sample in samples if sample[0] >= num_steps // 2)
     growth, late_growth, tries = last[1] - first[1], last[1] - middle[1], Tries()
-    with tries.one(f"{growth:.1f} and {late_growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"):
+    with tries.one(
+        f"{growth:.1f} and {late_growth:.1f} MiB more; open files and threads {first[2:]}, then {last[2:]}"
+    ):
         assert growth < GROWTH_MIB
         assert late_growth < (LATE_GROWTH_MIB if is_long else SHORT_GROWTH_MIB)
         assert last[2] - first[2] <= MORE_FILES
         assert last[3] == first[3]
         assert list(project.directory("run").glob("tensorboard/events.out.tfevents.*"))
         assert project.json("run", "summary.json")["status"] == "complete"
-    rows = [f"| {step} | {memory:.0f} | {files} | {threads} |" for step, memory, files, threads in samples]
+    rows = [
+        f"| {step} | {memory:.0f} | {files} | {threads} |"
+        for step, memory, files, threads in samples
+    ]
     report(
         f"{num_steps} steps: memory, open files, threads",
         tries,
@@ -92,8 +101,22 @@ def measure(pid: int) -> tuple[float, int, int]:
     """
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     try:
-        texts = [Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8") for process in processes]
+        texts = [
+            Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
+            for process in processes
+        ]
     except OSError as error:
         raise psutil.NoSuchProcess(pid) from error
-    memory = sum(int(kib) for text in texts for kib in re.findall(r"^Pss_(?:Anon|Shmem): *(\d+)", text, re.M)) / 1024
-    return memory, sum(process.num_fds() for process in processes), sum(process.num_threads() for process in processes)
+    memory = (
+        sum(
+            int(kib)
+            for text in texts
+            for kib in re.findall(r"^Pss_(?:Anon|Shmem): *(\d+)", text, re.M)
+        )
+        / 1024
+    )
+    return (
+        memory,
+        sum(process.num_fds() for process in processes),
+        sum(process.num_threads() for process in processes),
+    )

@@ -101,14 +101,24 @@ IN_TEMPLATE = {
 
 
 @pytest.mark.timeout(7200)
-def test_faults_that_other_tests_inject(template: Path, is_long: bool, report: Report, tmp_path: Path) -> None:
+def test_faults_that_other_tests_inject(
+    template: Path, is_long: bool, report: Report, tmp_path: Path
+) -> None:
     text_project = bake(template, tmp_path, example="text")
     rows: dict[str, Tries] = {}
     left_out: list[str] = []
-    for folder, faults in ((ROOT / PROJECT, IN_PLACE), (text_project, IN_TEXT_PROJECT), (ROOT, IN_TEMPLATE)):
+    for folder, faults in (
+        (ROOT / PROJECT, IN_PLACE),
+        (text_project, IN_TEXT_PROJECT),
+        (ROOT, IN_TEMPLATE),
+    ):
         rows |= {fault: Tries() for fault in faults}
-        for name, outcome in outcomes(folder, [test for tests in faults.values() for test in tests], is_long).items():
-            (fault,) = [key for key, tests in faults.items() if any(is_of(name, test) for test in tests)]
+        for name, outcome in outcomes(
+            folder, [test for tests in faults.values() for test in tests], is_long
+        ).items():
+            (fault,) = [
+                key for key, tests in faults.items() if any(is_of(name, test) for test in tests)
+            ]
             if outcome.startswith("skipped"):
                 left_out.append(f"- {name}: {outcome}")
                 continue
@@ -128,20 +138,43 @@ def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
     """Run the tests. Return {file::test[parameters]: a failure, a reason for skipping, or ""}; {} if only collected."""
     REPORTS.mkdir(parents=True, exist_ok=True)
     junit = REPORTS / f"tests_{folder.name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", "-o"]
-    command += ["junit_family=xunit1", *([] if is_run else ["--collect-only"]), *(f"tests/{test}" for test in tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={junit}",
+        "-o",
+    ]
+    command += [
+        "junit_family=xunit1",
+        *([] if is_run else ["--collect-only"]),
+        *(f"tests/{test}" for test in tests),
+    ]
     environment = plain_environment({"PYTHONDONTWRITEBYTECODE": "1"})
     done = subprocess.run(
-        command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=6000
+        command,
+        cwd=folder,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=6000,
     )
-    assert done.returncode in ((0, 1) if is_run else (0,)), done.stdout[-5000:] + done.stderr[-2000:]
+    assert done.returncode in ((0, 1) if is_run else (0,)), (
+        done.stdout[-5000:] + done.stderr[-2000:]
+    )
     if not is_run:
         return {}
     found = {}
     for case in ET.parse(junit).iter("testcase"):
         problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
         words = [f"{child.tag}: {child.get('message', '')}" for child in problems]
-        words += [(child.text or "")[-2000:] for child in problems if child.tag != "skipped"]  # which tells the place
+        words += [
+            (child.text or "")[-2000:] for child in problems if child.tag != "skipped"
+        ]  # which tells the place
         file = case.get("file", "").removeprefix("tests/")
         found[f"{file}::{case.get('name')}"] = "\n".join(words)
     return found

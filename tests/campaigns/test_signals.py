@@ -70,7 +70,9 @@ def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
     code 143, have a checkpoint of the last step in metrics.jsonl, and say in summary.json that it was stopped. Every
     second run is started by torchrun, whose agent is then the launching process and ends with exit code 1.
     """
-    return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(["rank", "launcher", GROUP])
+    return choose.choice([signal.SIGTERM, signal.SIGUSR1]), choose.choice(
+        ["rank", "launcher", GROUP]
+    )
 
 
 @pytest.mark.timeout(3600)
@@ -99,7 +101,9 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         command = TORCHRUN if disturb is ask_to_stop and num_runs % 2 == 0 else ()
         with run.one(project.name):
             for phase in wanted[:6]:
-                if not disturb_in(project, phase, startup_seconds, disturb, choose, of_run, command):
+                if not disturb_in(
+                    project, phase, startup_seconds, disturb, choose, of_run, command
+                ):
                     break  # the run had come to its end
             project.run(*WORDS, f"name={project.name}")
             assert_same(project, project.name)
@@ -118,7 +122,12 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         "run to the bit; no temporary file was left."
     )
     for phase in phases:
-        report(f"{fault} during {PHASES[phase]}", tries[phase], text if phase == phases[0] else "", seed=seed)
+        report(
+            f"{fault} during {PHASES[phase]}",
+            tries[phase],
+            text if phase == phases[0] else "",
+            seed=seed,
+        )
     if is_long:
         assert min(tries[phase].count for phase in phases) >= 5
 
@@ -157,7 +166,9 @@ def disturb_in(
         assert process.returncode == 0, process.communicate()
         return False
     family = family_of(process.pid, has_fork_server=not command)
-    sessions = {process.pid} | ({pid for pid, kind in family.items() if kind == "rank"} if command else set())
+    sessions = {process.pid} | (
+        {pid for pid, kind in family.items() if kind == "rank"} if command else set()
+    )
     number, victim = disturb({*family.values()}, choose)
     hits.append(hit := Hit(read(marker), f"{victim} (torchrun)" if command else victim, is_resumed))
     told_at = time.monotonic()
@@ -182,7 +193,9 @@ def disturb_in(
             hits.remove(hit)
             return False
         if number != signal.SIGKILL:
-            assert process.returncode == (1 if command else 128 + signal.SIGTERM), f"{process.returncode}\n{output}"
+            assert process.returncode == (1 if command else 128 + signal.SIGTERM), (
+                f"{process.returncode}\n{output}"
+            )
             saved = max((int(path.stem[5:]) for path in checkpoints.glob("step_*.pt")), default=0)
             assert saved == last_step(project), output
             if saved > former_step:  # else it was still starting: the step was the rehearsal
@@ -197,7 +210,9 @@ def disturb_in(
 def last_step(project: Any) -> int:
     """Return the last step in metrics.jsonl, or 0 if no step is logged."""
     has_lines = (project.directory(project.name) / "metrics.jsonl").exists()
-    return max((line["step"] for line in project.lines(project.name)), default=0) if has_lines else 0
+    return (
+        max((line["step"] for line in project.lines(project.name)), default=0) if has_lines else 0
+    )
 
 
 def describe(hits: list[Hit]) -> str:
@@ -219,8 +234,13 @@ def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
     family = {launcher: "launcher"}
     with suppress(psutil.Error):  # one has just ended
         for child in psutil.Process(launcher).children():
-            family |= {process.pid: "helper" for process in [child, *child.children(recursive=True)]}
-            family |= {process.pid: "rank" for process in (child.children() if has_fork_server else [child])}
+            family |= {
+                process.pid: "helper" for process in [child, *child.children(recursive=True)]
+            }
+            family |= {
+                process.pid: "rank"
+                for process in (child.children() if has_fork_server else [child])
+            }
     return family
 
 
@@ -238,7 +258,9 @@ def read(marker: Path) -> str:
     return marker.read_text(encoding="utf-8") if marker.exists() else ""
 
 
-def wait_for_phase(process: subprocess.Popen[str], marker: Path, wanted: str, num_times: int) -> None:
+def wait_for_phase(
+    process: subprocess.Popen[str], marker: Path, wanted: str, num_times: int
+) -> None:
     """Wait until rank 0 has begun the phase `wanted` `num_times` times, or the run has ended."""
     for _ in range(num_times):
         wait_for(process, marker, lambda letter: letter != wanted)
@@ -246,8 +268,12 @@ def wait_for_phase(process: subprocess.Popen[str], marker: Path, wanted: str, nu
 
 
 def wait_for(process: subprocess.Popen[str], marker: Path, is_met: Callable[[str], bool]) -> None:
-    deadline = time.monotonic() + 300  # a start alone takes half a minute on a machine with other work
-    while not is_met(read(marker)) and process.poll() is None:  # a run that has ended is killed no more
+    deadline = (
+        time.monotonic() + 300
+    )  # a start alone takes half a minute on a machine with other work
+    while (
+        not is_met(read(marker)) and process.poll() is None
+    ):  # a run that has ended is killed no more
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 
@@ -259,11 +285,24 @@ def assert_same(project: Any, name: str) -> None:
     for file in (f"step_{last:08d}.pt", "best.pt"):
         paths = [project.directory(run) / "checkpoints" / file for run in (name, "undisturbed")]
         first, second = (torch.load(path, weights_only=True) for path in paths)
-        for key in ("model", "optimizer", "random_states", "best", "early_stopping", "step", "position"):
+        for key in (
+            "model",
+            "optimizer",
+            "random_states",
+            "best",
+            "early_stopping",
+            "step",
+            "position",
+        ):
             assert_equal(first[key], second[key], f"{file}: {key}")
-    exported, expected = (load_file(project.directory(run) / "model.safetensors") for run in (name, "undisturbed"))
+    exported, expected = (
+        load_file(project.directory(run) / "model.safetensors") for run in (name, "undisturbed")
+    )
     assert_equal(exported, expected, "model.safetensors")
-    left = [*project.directory(name).rglob(".*.tmp"), *project.directory(name).glob(".tmp*")]  # safetensors' own
+    left = [
+        *project.directory(name).rglob(".*.tmp"),
+        *project.directory(name).glob(".tmp*"),
+    ]  # safetensors' own
     assert not left
 
 

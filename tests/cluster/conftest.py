@@ -94,13 +94,17 @@ def _hosts(network: list[tuple[str, ...]], project: Path, folder: Path, mark: st
 
 
 @pytest.fixture
-def image_hosts(network: list[tuple[str, ...]], image_project: Path, tmp_path: Path, mark: str) -> list[Host]:
+def image_hosts(
+    network: list[tuple[str, ...]], image_project: Path, tmp_path: Path, mark: str
+) -> list[Host]:
     """Return two hosts, each with the image example in a folder of its own."""
     return _hosts(network, image_project, tmp_path, mark)
 
 
 @pytest.fixture
-def slow_hosts(network: list[tuple[str, ...]], slow_project: Path, tmp_path: Path, mark: str) -> list[Host]:
+def slow_hosts(
+    network: list[tuple[str, ...]], slow_project: Path, tmp_path: Path, mark: str
+) -> list[Host]:
     """Return two hosts, each with the slow project in a folder of its own."""
     return _hosts(network, slow_project, tmp_path, mark)
 

@@ -24,15 +24,39 @@ TOLERANCE = 1e-4
 """Relative tolerance of the losses at the end of the tests' runs. Summing in another order changes them by 1e-8 to
 1.5e-5 (in float64 by 4e-16). Giving unequal shares of a batch equal weight changes them by more than 3e-3."""
 MARK = "DDP_MARK_OF_CLUSTER"
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "NODE_RANK", "NNODES", "SLURM_", "SBATCH_", "OMPI_", "PMI")
-FOREIGN = (*LAUNCHERS, "OMP_NUM_THREADS", "GLOO_", "NCCL_", "TORCH", "CUDA_VISIBLE_DEVICES", "PYTEST_")
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "NODE_RANK",
+    "NNODES",
+    "SLURM_",
+    "SBATCH_",
+    "OMPI_",
+    "PMI",
+)
+FOREIGN = (
+    *LAUNCHERS,
+    "OMP_NUM_THREADS",
+    "GLOO_",
+    "NCCL_",
+    "TORCH",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTEST_",
+)
 
 
 def plain_environment(mark: str) -> dict[str, str]:
     """Return this process's environment without the variables FOREIGN, but with the mark that marked() looks for."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # as an activated environment has it
-    return kept | {MARK: mark, "PATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return kept | {
+        MARK: mark,
+        "PATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def prepare_child() -> None:
@@ -45,7 +69,9 @@ def prepare_child() -> None:
 class Command:
     """A running command, whose output goes to a file."""
 
-    def __init__(self, words: Sequence[str], folder: Path, variables: Mapping[str, str], output: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, variables: Mapping[str, str], output: Path
+    ) -> None:
         self.words, self.output = list(words), output
         with output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -70,7 +96,9 @@ class Command:
             found = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.words}: no end within {timeout} s\n{self.text}") from None
-        assert found == code if code is not None else found != 0, f"{self.words}: exit code {found}\n{self.text}"
+        assert found == code if code is not None else found != 0, (
+            f"{self.words}: exit code {found}\n{self.text}"
+        )
         return self.text
 
 
@@ -87,7 +115,9 @@ class Host:
         """Start a command in the folder."""
         self.num_started += 1
         output = self.folder / f"output_{self.num_started}.txt"
-        return Command([*self.prefix, *words], self.folder, plain_environment(self.mark) | variables, output)
+        return Command(
+            [*self.prefix, *words], self.folder, plain_environment(self.mark) | variables, output
+        )
 
     def python(self, *words: str, **variables: str) -> Command:
         """Start `python run.py …`."""
@@ -102,7 +132,9 @@ class Host:
 
     def summary(self, name: str) -> dict[str, Any]:
         """Return the contents of a run's summary.json."""
-        content: dict[str, Any] = json.loads((self.folder / "runs" / name / "summary.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(
+            (self.folder / "runs" / name / "summary.json").read_text(encoding="utf-8")
+        )
         return content
 
     def losses(self, name: str) -> list[float]:
@@ -133,7 +165,11 @@ class Host:
     def _rank(self, process: psutil.Process) -> int | None:
         """Return the process's rank, known from the log file that a rank keeps open, or None if it is no rank."""
         try:
-            logs = [Path(file.path) for file in process.open_files() if file.path.startswith(f"{self.folder}/runs/")]
+            logs = [
+                Path(file.path)
+                for file in process.open_files()
+                if file.path.startswith(f"{self.folder}/runs/")
+            ]
         except psutil.Error:
             return None
         return next((int(log.stem[5:]) for log in logs if log.name.startswith("rank_")), None)
@@ -141,7 +177,9 @@ class Host:
 
 def copy_project(project: Path, folder: Path) -> Path:
     """Copy the project without the files of its runs, and return the copy's folder."""
-    return Path(shutil.copytree(project, folder, ignore=shutil.ignore_patterns("runs", "__pycache__")))
+    return Path(
+        shutil.copytree(project, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    )
 
 
 def marked(mark: str) -> list[psutil.Process]:

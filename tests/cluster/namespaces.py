@@ -36,7 +36,19 @@ def two_hosts() -> Iterator[list[tuple[str, ...]]]:
     with ExitStack() as stack:
         holders = [stack.enter_context(_namespace(f"host-{letter}")) for letter in "ab"]
         first, second = (str(holder.pid) for holder in holders)
-        ends = "name", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second
+        ends = (
+            "name",
+            INTERFACE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            second,
+        )
         _run("ip", "link", "add", *ends)
         for pid, address in zip((first, second), ADDRESSES, strict=True):
             inside = ("nsenter", "-t", pid, "-n", "ip")
@@ -49,7 +61,14 @@ def two_hosts() -> Iterator[list[tuple[str, ...]]]:
 @contextmanager
 def _namespace(host_name: str) -> Iterator[subprocess.Popen[str]]:
     holder = subprocess.Popen(
-        ["unshare", "--net", "--uts", "sh", "-c", f"hostname {host_name} && echo ready && exec sleep infinity"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "sh",
+            "-c",
+            f"hostname {host_name} && echo ready && exec sleep infinity",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -59,7 +78,9 @@ def _namespace(host_name: str) -> Iterator[subprocess.Popen[str]]:
     assert holder.stderr is not None
     try:
         if holder.stdout.readline() != "ready\n":
-            raise subprocess.CalledProcessError(holder.wait(), "unshare", stderr=holder.stderr.read())
+            raise subprocess.CalledProcessError(
+                holder.wait(), "unshare", stderr=holder.stderr.read()
+            )
         yield holder
     finally:
         holder.kill()

@@ -41,7 +41,9 @@ class Slurm:
     def ask(self, *command: str) -> str:
         """Run a SLURM command and return its output."""
         environment = plain_environment("") | self.variables
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}{self.logs()}"
         return result.stdout.strip()
 
@@ -52,7 +54,11 @@ class Slurm:
 
     def wait_for(self, number: str, states: tuple[str, ...], timeout: float) -> str:
         """Wait until the job is in one of these states, and return its state."""
-        until(lambda: self.job(number)["JobState"] in states, f"job {number} is one of {states}{self.logs()}", timeout)
+        until(
+            lambda: self.job(number)["JobState"] in states,
+            f"job {number} is one of {states}{self.logs()}",
+            timeout,
+        )
         return self.job(number)["JobState"]
 
     def wait_for_end(self, number: str, timeout: float) -> str:
@@ -68,12 +74,17 @@ class Slurm:
         """Return whether both nodes are idle."""
         command = ["sinfo", "--noheader", "--partition=short", "--format=%D %t"]
         environment = plain_environment("") | self.variables
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
         return result.stdout.split() == ["2", "idle"]
 
     def logs(self) -> str:
         """Return the last 1,500 characters of each daemon's log."""
-        ends = [path.read_text(encoding="utf-8", errors="replace")[-1500:] for path in self.folder.glob("*.log")]
+        ends = [
+            path.read_text(encoding="utf-8", errors="replace")[-1500:]
+            for path in self.folder.glob("*.log")
+        ]
         return "\n" + "\n".join(ends)
 
 
@@ -81,7 +92,11 @@ class Slurm:
 def running_slurm(mark: str) -> Iterator[Slurm]:
     """Yield a SLURM with two idle nodes. End its processes and remove its folder afterwards."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-slurm-", ignore_cleanup_errors=True)))
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="ddp-slurm-", ignore_cleanup_errors=True)
+            )
+        )
         folder.chmod(0o755)
         stack.enter_context(all_ended(mark))
         slurm = Slurm({"SLURM_CONF": str(_configure(folder))}, folder)
@@ -89,8 +104,17 @@ def running_slurm(mark: str) -> Iterator[Slurm]:
         (folder / "munge.key").touch(mode=0o600)
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         files = [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
-        munged = ["munged", "--foreground", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket", *files]
-        nodes = [[*cores, "slurmd", "-D", "-N", name] for name, cores in zip(NODES, own_cores(2), strict=True)]
+        munged = [
+            "munged",
+            "--foreground",
+            f"--key-file={folder}/munge.key",
+            f"--socket={folder}/munge.socket",
+            *files,
+        ]
+        nodes = [
+            [*cores, "slurmd", "-D", "-N", name]
+            for name, cores in zip(NODES, own_cores(2), strict=True)
+        ]
         for words in (munged, ["slurmctld", "-D"], *nodes):
             stack.enter_context(_daemon(words, environment, folder))
             if words[0] == "munged":
@@ -105,7 +129,9 @@ def _configure(folder: Path) -> Path:
     names = ("controller_port", "first_port", "second_port")
     values = {name: str(port) for name, port in zip(names, ports, strict=True)}
     values |= {"host": socket.gethostname().split(".")[0], "user": _user(), "folder": str(folder)}
-    template = Template(Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8").partition("\n")[2])
+    template = Template(
+        Path(__file__).with_name("slurm.conf").read_text(encoding="utf-8").partition("\n")[2]
+    )
     path = folder / "slurm.conf"
     path.write_text(template.substitute(values), encoding="utf-8")
     return path

@@ -23,21 +23,36 @@ SECONDS_TO_END = 5
 Start = Callable[..., list[Command]]
 
 
-def start_run_py(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("cpu", "cpu")) -> list[Command]:
+def start_run_py(
+    hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("cpu", "cpu")
+) -> list[Command]:
     """Type `python run.py launch.nodes=2 …` on both hosts."""
     return [
-        host.python(*MEETING, f"launch.node_rank={number}", f"device_ids={devices[number]}", "name=run", *words)
+        host.python(
+            *MEETING,
+            f"launch.node_rank={number}",
+            f"device_ids={devices[number]}",
+            "name=run",
+            *words,
+        )
         for number, host in enumerate(hosts)
     ]
 
 
-def start_script(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("cpu", "cpu")) -> list[Command]:
+def start_script(
+    hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("cpu", "cpu")
+) -> list[Command]:
     """Type scripts/multi_node.sh on both hosts. Options for torchrun come first in `words`."""
     variables = {"NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
     own = [{"NODE_RANK": str(number)} for number in range(2)]
     return [
         host.start(
-            "scripts/multi_node.sh", *words, f"device_ids={devices[number]}", "name=run", **variables, **own[number]
+            "scripts/multi_node.sh",
+            *words,
+            f"device_ids={devices[number]}",
+            "name=run",
+            **variables,
+            **own[number],
         )
         for number, host in enumerate(hosts)
     ]
@@ -45,10 +60,25 @@ def start_script(hosts: Sequence[Host], *words: str, devices: Sequence[str] = ("
 
 def start_c10d(hosts: Sequence[Host], *words: str) -> list[Command]:
     """Type torchrun on both hosts, with its own rendezvous and with addresses, since the host names do not resolve."""
-    options = "--nnodes=2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=test".split()
-    launcher = sys.executable, "-m", "torch.distributed.run", *options, f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"
+    options = (
+        "--nnodes=2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=test".split()
+    )
+    launcher = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}",
+    )
     return [
-        host.start(*launcher, f"--local-addr={address}", f"--rdzv-conf=is_host={is_host}", "run.py", "name=run", *words)
+        host.start(
+            *launcher,
+            f"--local-addr={address}",
+            f"--rdzv-conf=is_host={is_host}",
+            "run.py",
+            "name=run",
+            *words,
+        )
         for host, address, is_host in zip(hosts, ADDRESSES, (1, 0), strict=True)
     ]
 
@@ -68,7 +98,9 @@ def test_two_hosts_train_as_one_process_does(
     assert not image_hosts[1].lines("run", "train"), "only node 0 writes"
 
 
-def test_fsdp_shards_the_weights_across_both_hosts(image_hosts: list[Host], image_losses: list[float]) -> None:
+def test_fsdp_shards_the_weights_across_both_hosts(
+    image_hosts: list[Host], image_losses: list[float]
+) -> None:
     all_end(start_run_py(image_hosts, *SAME, "strategy=fsdp", devices=("cpu", "cpu,cpu")))
     image_hosts[0].has_trained("run", 3, image_losses)
 
@@ -82,43 +114,75 @@ def test_name_that_is_a_loopback_address_on_its_own_host(
         names.write_text(f"127.0.0.1 localhost\n{address} node0\n", encoding="utf-8")
         mount = f'mount --bind "{names}" /etc/hosts && exec "$@"'
         host.prefix = (*host.prefix, "unshare", "--mount", "sh", "-c", mount, "sh")
-    meeting = ("launch.nodes=2", "launch.master_addr=node0", f"launch.master_port={PORT}", "device_ids=cpu", "name=run")
+    meeting = (
+        "launch.nodes=2",
+        "launch.master_addr=node0",
+        f"launch.master_port={PORT}",
+        "device_ids=cpu",
+        "name=run",
+    )
     words = (*meeting, "model.seconds_per_step=0")
     code = "from ddp_experiment.launching.environment import choose_interface; choose_interface(None, 'node0')"
     code += "; import os; print(os.environ['GLOO_SOCKET_IFNAME'])"
     printed = slow_hosts[0].start(sys.executable, "-c", code).ended()
     assert printed == f"{INTERFACE}\n"
-    all_end([host.python(*words, f"launch.node_rank={number}") for number, host in enumerate(slow_hosts)])
+    all_end(
+        [
+            host.python(*words, f"launch.node_rank={number}")
+            for number, host in enumerate(slow_hosts)
+        ]
+    )
     slow_hosts[0].has_trained("run", 2, slow_losses)
 
 
-def test_torchrun_with_its_own_rendezvous(image_hosts: list[Host], image_losses: list[float]) -> None:
+def test_torchrun_with_its_own_rendezvous(
+    image_hosts: list[Host], image_losses: list[float]
+) -> None:
     all_end(start_c10d(image_hosts, "device_ids=cpu", *SAME))
     image_hosts[0].has_trained("run", 2, image_losses)
 
 
 def test_script_says_what_to_type_on_each_node(image_hosts: list[Host]) -> None:
-    printed = image_hosts[0].start("scripts/multi_node.sh", "name=run", NNODES="3", MASTER_ADDR="node").ended(2)
+    printed = (
+        image_hosts[0]
+        .start("scripts/multi_node.sh", "name=run", NNODES="3", MASTER_ADDR="node")
+        .ended(2)
+    )
     for number in range(3):
-        assert f"\n  NNODES=3 NODE_RANK={number} MASTER_ADDR=node scripts/multi_node.sh name=run\n" in printed
+        assert (
+            f"\n  NNODES=3 NODE_RANK={number} MASTER_ADDR=node scripts/multi_node.sh name=run\n"
+            in printed
+        )
 
 
 @pytest.mark.parametrize("words", [["launch.master_addr=127.0.0.1"], ["launch.master_port=0"]])
-def test_meeting_place_that_others_cannot_reach_is_refused(words: list[str], slow_hosts: list[Host]) -> None:
+def test_meeting_place_that_others_cannot_reach_is_refused(
+    words: list[str], slow_hosts: list[Host]
+) -> None:
     printed = slow_hosts[0].python(*MEETING, *words).ended(2, timeout=30)
-    assert printed.startswith("error: launch.nodes=2: needs an address and a port that all nodes reach. ")
+    assert printed.startswith(
+        "error: launch.nodes=2: needs an address and a port that all nodes reach. "
+    )
     assert printed.count("\n") == 1
     assert "Add launch.master_addr=ADDRESS launch.master_port=29500" in printed
 
 
 @pytest.mark.parametrize("differing", ["config", "source"])
-def test_nodes_that_would_train_something_else_are_refused(differing: str, slow_hosts: list[Host]) -> None:
-    path = slow_hosts[1].folder / ("config.yaml" if differing == "config" else "ddp_experiment/model.py")
+def test_nodes_that_would_train_something_else_are_refused(
+    differing: str, slow_hosts: list[Host]
+) -> None:
+    path = slow_hosts[1].folder / (
+        "config.yaml" if differing == "config" else "ddp_experiment/model.py"
+    )
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("epochs: 10", "epochs: 11") if differing == "config" else text + "\n", "utf-8")
+    path.write_text(
+        text.replace("epochs: 10", "epochs: 11") if differing == "config" else text + "\n", "utf-8"
+    )
     printed = "\n".join(all_end(start_script(slow_hosts, NO_RESTART), code=1, timeout=30))
     assert "error: rank 1 would not train what rank 0 does: " in printed
-    assert ("config.training.epochs: 10 -> 11" if differing == "config" else "sources.model.py: ") in printed
+    assert (
+        "config.training.epochs: 10 -> 11" if differing == "config" else "sources.model.py: "
+    ) in printed
     assert not (slow_hosts[0].folder / "runs").exists()
 
 
@@ -139,7 +203,9 @@ def test_killed_rank_restarts_the_ranks_of_both_hosts(
 @pytest.mark.parametrize("number", [0, 1])
 def test_restart_in_the_middle_of_a_long_step(number: int, slow_hosts: list[Host]) -> None:
     """When torchrun's agent restarts the killed rank, the other rank is still in its long step."""
-    commands = start_script(slow_hosts, "training.max_steps=4", "checkpoint.every_steps=1", "model.seconds_per_step=2")
+    commands = start_script(
+        slow_hosts, "training.max_steps=4", "checkpoint.every_steps=1", "model.seconds_per_step=2"
+    )
     slow_hosts[0].wait_for_step("run", 2, *commands)
     time.sleep(0.3)
     (rank,) = slow_hosts[number].ranks()
@@ -164,7 +230,9 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
 ) -> None:
     commands = start(slow_hosts)
     slow_hosts[0].wait_for_step("run", 5, *commands)
-    for command in commands:  # on both: to torchrun's agent, ranks that the other host has stopped are failures
+    for command in (
+        commands
+    ):  # on both: to torchrun's agent, ranks that the other host has stopped are failures
         command.process.send_signal(signal.SIGTERM)
     all_end(commands, code=1, timeout=30)
     assert left_after(mark, SECONDS_TO_END) == []
@@ -174,7 +242,9 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts: list[Host], mark: str) -> None:
+def test_host_that_waits_for_a_stopped_one_ends_at_once(
+    number: int, slow_hosts: list[Host], mark: str
+) -> None:
     """After a stop on one host only, torchrun restarts the ranks of the other, which then wait for the stopped host.
 
     If the stopped host's torchrun is gone before that, so is the store, and the other torchrun ends by itself.
@@ -187,7 +257,9 @@ def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts:
     commands[0].ended(1, timeout=60)
     assert slow_hosts[0].summary("run")["status"] == "stopped"
     deadline = time.monotonic() + 60
-    while (is_alive := commands[1].process.poll() is None) and not set(torchrun.children(recursive=True)) - {*former}:
+    while (is_alive := commands[1].process.poll() is None) and not set(
+        torchrun.children(recursive=True)
+    ) - {*former}:
         assert time.monotonic() < deadline, commands[1].text
         time.sleep(0.2)
     if is_alive:
@@ -195,5 +267,7 @@ def test_host_that_waits_for_a_stopped_one_ends_at_once(number: int, slow_hosts:
         assert commands[1].process.poll() is None, commands[1].text
         commands[1].process.send_signal(number)
     commands[1].ended(1, timeout=60)
-    assert is_alive or re.search("(?s)_restart_workers.*DistNetworkError", commands[1].text), commands[1].text
+    assert is_alive or re.search("(?s)_restart_workers.*DistNetworkError", commands[1].text), (
+        commands[1].text
+    )
     assert left_after(mark, SECONDS_TO_END) == []

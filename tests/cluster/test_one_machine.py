@@ -26,12 +26,20 @@ def test_script_for_torchrun(image: Host, image_losses: list[float]) -> None:
 @pytest.mark.parametrize(
     ("words", "options", "rest"),
     [
-        ("device_ids=cpu,cpu name=a", "--nproc-per-node=2 --standalone", "device_ids=cpu,cpu name=a"),
+        (
+            "device_ids=cpu,cpu name=a",
+            "--nproc-per-node=2 --standalone",
+            "device_ids=cpu,cpu name=a",
+        ),
         ("device_ids=[cpu,cpu,cpu]", "--nproc-per-node=3 --standalone", "device_ids=[cpu,cpu,cpu]"),
         ("device_ids=auto", "--nproc-per-node=1 --standalone", "device_ids=auto"),
         ("name=a", "--nproc-per-node=1 --standalone", "name=a"),  # config.yaml says auto
         ("--config three.yaml", "--nproc-per-node=3 --standalone", "--config three.yaml"),
-        ("--config=three.yaml name=b", "--nproc-per-node=3 --standalone", "--config=three.yaml name=b"),
+        (
+            "--config=three.yaml name=b",
+            "--nproc-per-node=3 --standalone",
+            "--config=three.yaml name=b",
+        ),
         ("evaluate device_ids=cpu", "--nproc-per-node=1 --standalone", "evaluate device_ids=cpu"),
         (
             "--max-restarts=0 --nproc-per-node=2 device_ids=auto",
@@ -40,37 +48,60 @@ def test_script_for_torchrun(image: Host, image_losses: list[float]) -> None:
         ),
     ],
 )
-def test_script_for_torchrun_starts_a_rank_a_device(words: str, options: str, rest: str, image: Host) -> None:
+def test_script_for_torchrun_starts_a_rank_a_device(
+    words: str, options: str, rest: str, image: Host
+) -> None:
     config = (image.folder / "config.yaml").read_text(encoding="utf-8")
     three = config.replace("device_ids: auto ", "device_ids:\n  - cpu\n  - cpu\n  - cpu\n#", 1)
     (image.folder / "three.yaml").write_text(three, encoding="utf-8")
     stub = image.folder / "python"  # shows what would be started
-    stub.write_text(f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || exec {sys.executable} "$@"\n')
+    stub.write_text(
+        f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || exec {sys.executable} "$@"\n'
+    )
     stub.chmod(0o755)
-    printed = image.start("scripts/torchrun.sh", *words.split(), PYTHON=str(stub), **NO_GPUS).ended()
+    printed = image.start(
+        "scripts/torchrun.sh", *words.split(), PYTHON=str(stub), **NO_GPUS
+    ).ended()
     fixed = "--max-restarts=3 --shutdown-timeout=180 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     found = printed.split()
     assert found[:2] == ["-m", "torch.distributed.run"]
     assert found[2:] == [*fixed.split(), *options.split(), f"{image.folder}/run.py", *rest.split()]
 
 
-def test_script_for_torchrun_leaves_out_what_an_older_torchrun_does_not_know(image: Host, tmp_path: Path) -> None:
+def test_script_for_torchrun_leaves_out_what_an_older_torchrun_does_not_know(
+    image: Host, tmp_path: Path
+) -> None:
     old = tmp_path / "torch" / "distributed" / "run.py"
     old.parent.mkdir(parents=True)
-    old.write_text('add_argument("--max-restarts")', encoding="utf-8")  # what is looked for in torchrun's own file
+    old.write_text(
+        'add_argument("--max-restarts")', encoding="utf-8"
+    )  # what is looked for in torchrun's own file
     (tmp_path / "torch-2.8.0.dist-info").mkdir()
-    (tmp_path / "torch-2.8.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.8.0\n", encoding="utf-8")
+    (tmp_path / "torch-2.8.0.dist-info" / "METADATA").write_text(
+        "Name: torch\nVersion: 2.8.0\n", encoding="utf-8"
+    )
     stub = image.folder / "python"
     locate = f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"'
-    stub.write_text(f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || {locate}\n', encoding="utf-8")
+    stub.write_text(
+        f'#!/bin/sh\n[ "$2" = torch.distributed.run ] && echo "$@" || {locate}\n', encoding="utf-8"
+    )
     stub.chmod(0o755)
-    printed = image.start("scripts/torchrun.sh", "--nproc-per-node=2", PYTHON=str(stub), **NO_GPUS).ended()
+    printed = image.start(
+        "scripts/torchrun.sh", "--nproc-per-node=2", PYTHON=str(stub), **NO_GPUS
+    ).ended()
     assert "this torch's torchrun has no --shutdown-timeout" in printed
     options = printed.splitlines()[-1].split()[2:]
-    assert options == ["--max-restarts=3", "--nproc-per-node=2", "--standalone", f"{image.folder}/run.py"]
+    assert options == [
+        "--max-restarts=3",
+        "--nproc-per-node=2",
+        "--standalone",
+        f"{image.folder}/run.py",
+    ]
 
 
-@pytest.mark.parametrize(("word", "key"), [("training.epoch=3", "training.epoch"), ("device_ids=0,2", "device_ids")])
+@pytest.mark.parametrize(
+    ("word", "key"), [("training.epoch=3", "training.epoch"), ("device_ids=0,2", "device_ids")]
+)
 def test_script_for_torchrun_tells_a_mistake_in_one_line(word: str, key: str, image: Host) -> None:
     printed = image.start("scripts/torchrun.sh", word, **NO_GPUS).ended(code=2)
     assert printed.startswith(f"error: {key}")

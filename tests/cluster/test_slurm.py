@@ -51,11 +51,17 @@ class Login:
     def back_in_the_queue(self, job: str, timeout: float) -> None:
         """Wait until the job has requeued itself, and skip the two minutes that SLURM lets such a job wait."""
         try:
-            until(lambda: self.slurm.job(job)["Restarts"] == "1", f"job {job} is back in the queue", timeout)
+            until(
+                lambda: self.slurm.job(job)["Restarts"] == "1",
+                f"job {job} is back in the queue",
+                timeout,
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output(job)}") from None
         self.slurm.wait_for(job, ("PENDING",), 10)
-        self.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")  # a node refuses it within the second
+        self.slurm.ask(
+            "scontrol", "update", f"JobId={job}", "StartTime=now+2"
+        )  # a node refuses it within the second
 
 
 @pytest.fixture
@@ -73,19 +79,25 @@ def slow_login(cluster: Slurm, slow_project: Path, tmp_path: Path, mark: str) ->
 
 
 @pytest.mark.parametrize("shape", [("-N2", "-n2"), ("-N1", "-n2")], ids=["two nodes", "one node"])
-def test_ranks_started_by_srun(shape: tuple[str, str], image_login: Login, image_losses: list[float]) -> None:
+def test_ranks_started_by_srun(
+    shape: tuple[str, str], image_login: Login, image_losses: list[float]
+) -> None:
     image_login.srun(*shape, sys.executable, "run.py", "name=two", *SAME)
     image_login.host.has_trained("two", 2, image_losses)
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
-def test_script_starts_a_torchrun_on_each_node(devices: str, image_login: Login, image_losses: list[float]) -> None:
+def test_script_starts_a_torchrun_on_each_node(
+    devices: str, image_login: Login, image_losses: list[float]
+) -> None:
     words = f"device_ids={devices}", *SAME
     image_login.ended(image_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch", "name=first", *words))
     image_login.host.has_trained("first", 2 * len(devices.split(",")), image_losses)
 
 
-def test_run_py_in_a_job_of_one_node_starts_its_ranks_itself(image_login: Login, image_losses: list[float]) -> None:
+def test_run_py_in_a_job_of_one_node_starts_its_ranks_itself(
+    image_login: Login, image_losses: list[float]
+) -> None:
     command = " ".join([sys.executable, "run.py", "device_ids=cpu,cpu", "name=two", *SAME])
     image_login.ended(image_login.sbatch("--ntasks=2", f"--wrap={command}"))
     image_login.host.has_trained("two", 2, image_losses)
@@ -99,14 +111,18 @@ def test_job_that_is_warned_of_its_time_limit_queues_itself(slow_login: Login) -
     assert "asked to stop: back to the queue" in slow_login.output(job)
 
 
-def test_job_that_is_asked_to_stop_while_it_starts_queues_itself(slow_login: Login, mark: str) -> None:
+def test_job_that_is_asked_to_stop_while_it_starts_queues_itself(
+    slow_login: Login, mark: str
+) -> None:
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     until(lambda: any("/run.py" in line for line in left_after(mark, 0)), "a start", 30)
     slow_login.slurm.ask("scancel", "--signal=TERM", job)
     slow_login.back_in_the_queue(job, timeout=30)
 
 
-def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_losses: list[float]) -> None:
+def test_job_whose_task_alone_is_asked_to_stop_saves(
+    slow_login: Login, slow_losses: list[float]
+) -> None:
     """Signal the task alone, as SLURM with proctrack/cgroup does. The SLURM of these tests signals all processes."""
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     slow_login.host.wait_for_step("run", 5)
@@ -120,10 +136,14 @@ def test_job_whose_task_alone_is_asked_to_stop_saves(slow_login: Login, slow_los
     slow_login.host.has_trained("run", 2, slow_losses)
 
 
-def test_preempted_job_saves_and_goes_on_by_itself(slow_login: Login, slow_losses: list[float]) -> None:
+def test_preempted_job_saves_and_goes_on_by_itself(
+    slow_login: Login, slow_losses: list[float]
+) -> None:
     job = slow_login.sbatch(*ANYWHERE, "scripts/slurm.sbatch")
     slow_login.host.wait_for_step("run", 5)
-    urgent = slow_login.sbatch("--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap=sleep 1")
+    urgent = slow_login.sbatch(
+        "--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap=sleep 1"
+    )
     slow_login.back_in_the_queue(job, timeout=60)
     slow_login.ended(urgent)
     printed = slow_login.ended(job)
@@ -152,7 +172,13 @@ def test_failed_job_stays_ended(slow_login: Login) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_rank_of_srun_ends_the_other(rank: int, slow_login: Login, mark: str) -> None:
     command = slow_login.host.start(
-        "srun", "-N2", "-n2", sys.executable, "run.py", "device_ids=cpu", **slow_login.slurm.variables
+        "srun",
+        "-N2",
+        "-n2",
+        sys.executable,
+        "run.py",
+        "device_ids=cpu",
+        **slow_login.slurm.variables,
     )
     slow_login.host.wait_for_step("run", 5, command)
     slow_login.host.ranks()[rank].send_signal(signal.SIGKILL)
@@ -162,7 +188,9 @@ def test_killed_rank_of_srun_ends_the_other(rank: int, slow_login: Login, mark: 
 
 def test_request_to_stop_reaches_ranks_of_srun(slow_login: Login, slow_losses: list[float]) -> None:
     words = ("-N2", "-n2", sys.executable, "run.py", "device_ids=cpu")
-    command = slow_login.host.start("srun", "--job-name=stopped", *words, **slow_login.slurm.variables)
+    command = slow_login.host.start(
+        "srun", "--job-name=stopped", *words, **slow_login.slurm.variables
+    )
     slow_login.host.wait_for_step("run", 5, command)
     slow_login.slurm.ask("scancel", "--signal=USR1", "--name=stopped")
     command.ended(None, timeout=30)

@@ -47,7 +47,10 @@ def run_first_test(project: Path, mode: str) -> str:
         return find_python_and_test(project, mode)
     except KeyboardInterrupt:
         shutil.rmtree(project / ".smoke", ignore_errors=True)
-        return print_result("INTERRUPTED", f"the project is kept in {project}; `python run.py smoke` repeats the test")
+        return print_result(
+            "INTERRUPTED",
+            f"the project is kept in {project}; `python run.py smoke` repeats the test",
+        )
     except Exception as error:  # a problem of this machine must not remove the project
         return print_result("NOT RUN", f"{type(error).__name__}: {error}")
 
@@ -69,7 +72,11 @@ def find_python_and_test(project: Path, mode: str) -> str:
     for note in notes:
         print(f"  {note}", flush=True)
     if python is None:
-        wanted = "Python 3.11 or newer" if mode == "venv" else "Python 3.11 or newer that has the dependencies"
+        wanted = (
+            "Python 3.11 or newer"
+            if mode == "venv"
+            else "Python 3.11 or newer that has the dependencies"
+        )
         return print_result("NOT RUN", f"no {wanted} was found")
     if mode == "venv":
         python, problem = install(project, python, has_torch)
@@ -82,16 +89,27 @@ def find_python_and_test(project: Path, mode: str) -> str:
 def test(project: Path, python: str) -> str:
     """Run `run.py smoke`. Return PASSED only if the command printed that word and ended with exit code 0."""
     seconds = time_limit()
-    environment = {key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLE.match(key)}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        key: value for key, value in os.environ.items() if not LAUNCHER_VARIABLE.match(key)
+    }
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     environment |= {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
     code, output = run([python, "run.py", "smoke"], environment, seconds, held_back=VERDICTS)
-    verdict = next((line for line in reversed(output.splitlines()) if line.startswith(VERDICTS)), "")
+    verdict = next(
+        (line for line in reversed(output.splitlines()) if line.startswith(VERDICTS)), ""
+    )
     if code == 0 and verdict.startswith(VERDICTS[0]):
         print(verdict, flush=True)
         return "PASSED"
     if code is None:
-        print_result("FAILED", f"timed out after {seconds:g} s; DDP_TEMPLATE_SMOKE_TIMEOUT sets another limit")
+        print_result(
+            "FAILED",
+            f"timed out after {seconds:g} s; DDP_TEMPLATE_SMOKE_TIMEOUT sets another limit",
+        )
     elif code and verdict.startswith(VERDICTS[1]):
         print(verdict)
     else:
@@ -101,8 +119,16 @@ def test(project: Path, python: str) -> str:
         log.parent.mkdir(exist_ok=True)
         log.write_text(output, encoding="utf-8")
     elif "Traceback" not in output:
-        print("".join(f"  | {line}\n" for line in excerpt(log.read_text(encoding="utf-8", errors="replace"))), end="")
-    if os.environ.get("DDP_TEMPLATE_STRICT") == "1":  # cookiecutter removes the project, but the log should stay
+        print(
+            "".join(
+                f"  | {line}\n"
+                for line in excerpt(log.read_text(encoding="utf-8", errors="replace"))
+            ),
+            end="",
+        )
+    if (
+        os.environ.get("DDP_TEMPLATE_STRICT") == "1"
+    ):  # cookiecutter removes the project, but the log should stay
         log = Path(shutil.copy(log, f"{project}-smoke-log.txt"))
     print(f"  the whole log: {log}", flush=True)
     return "FAILED"
@@ -117,7 +143,9 @@ def time_limit() -> float:
 def excerpt(log: str) -> list[str]:
     """Return up to 30 lines of the log from its first traceback on. If there is none, return the last 15 lines."""
     lines = log.splitlines()
-    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
+    first = next(
+        (i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None
+    )
     return lines[-15:] if first is None else lines[first : first + 30]
 
 
@@ -126,14 +154,23 @@ def install(project: Path, python: str, has_torch: bool) -> tuple[str, str]:
 
     has_torch: `python` has a torch, which .venv takes as it is.
     """
-    new_python = str(project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
-    pip, environment = [new_python, "-m", "pip", "install", "-c", "constraints.txt"], dict(os.environ)
+    new_python = str(
+        project / ".venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    )
+    pip, environment = (
+        [new_python, "-m", "pip", "install", "-c", "constraints.txt"],
+        dict(os.environ),
+    )
     commands = [[python, "-m", "venv", ".venv"], [*pip, "torch"], [*pip, "-e", "."]]
     if has_torch:
         commands[1] = [python, "-c", KEEP_TORCH]
-        environment.pop("PIP_CONSTRAINT", None)  # NVIDIA's containers pin numpy and others there; .venv gets its own
+        environment.pop(
+            "PIP_CONSTRAINT", None
+        )  # NVIDIA's containers pin numpy and others there; .venv gets its own
     else:
-        print("Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True)
+        print(
+            "Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True
+        )
     for command in commands:
         shown = shlex.join(command).replace(shlex.quote(KEEP_TORCH), "'…'")
         if has_torch and "PIP_CONSTRAINT" in os.environ:

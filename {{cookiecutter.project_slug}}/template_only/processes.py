@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 
 def run(
@@ -97,7 +99,9 @@ def descendants(pid: int) -> list[int]:
                 stats.append(path.read_text(encoding="utf-8", errors="replace"))
         parents = {int(stat.split()[0]): int(stat.rpartition(")")[2].split()[1]) for stat in stats}
     else:
-        table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
+        table = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], check=True, capture_output=True, text=True
+        ).stdout
         parents = {int(child): int(parent) for child, parent in map(str.split, table.splitlines())}
     family = [pid]
     for member in family:  # the loop appends to the list that it reads

@@ -38,10 +38,15 @@ def candidate_pythons(environment: Mapping[str, str]) -> list[str]:
         paths.append(shutil.which(named) or os.path.join(environment.get("PWD", ""), named))
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if prefix := environment.get(variable):
-            places = [os.path.join(prefix, place) for place in ("bin/python", "Scripts/python.exe", "python.exe")]
+            places = [
+                os.path.join(prefix, place)
+                for place in ("bin/python", "Scripts/python.exe", "python.exe")
+            ]
             paths.append(next(filter(os.path.exists, places), places[0]))
     paths.append(sys.executable)
-    for folder in environment.get("PATH", "").split(os.pathsep):  # every entry, because uvx puts its own Python first
+    for folder in environment.get("PATH", "").split(
+        os.pathsep
+    ):  # every entry, because uvx puts its own Python first
         paths += [shutil.which(name, path=folder) for name in ("python3", "python")]
     # Not realpath: the Pythons of several virtual environments are links to one file.
     return list(dict.fromkeys(os.path.abspath(path) for path in paths if path))
@@ -54,14 +59,20 @@ def read_requirements(pyproject: str) -> dict[str, str]:
     return dict(re.findall(r'"([\w.-]+)>=([\d.]+)"', block[1]))
 
 
-def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> tuple[str | None, list[str]]:
+def find_python(
+    candidates: Iterable[str], requirements: Mapping[str, str]
+) -> tuple[str | None, list[str]]:
     """Return the first Python that can run the project, or None, and notes: why others cannot, what it lacks itself."""
     notes = []
     for python in candidates:
         try:  # reads versions without importing torch, which would take a second or two
             probe = [python, "-c", PROBE, *requirements]
             output = subprocess.check_output(
-                probe, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, encoding="utf-8", timeout=20
+                probe,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                timeout=20,
             )
             version, found = json.loads(output.splitlines()[-1])
         except (OSError, ValueError, IndexError, subprocess.SubprocessError):
@@ -73,11 +84,15 @@ def find_python(candidates: Iterable[str], requirements: Mapping[str, str]) -> t
         elif set(missing) - TRACKERS:
             notes.append(f"{python} lacks {', '.join(missing)}")
         else:
-            return python, notes + [f"{python} lacks {name}: metrics.jsonl only" for name in missing]
+            return python, notes + [
+                f"{python} lacks {name}: metrics.jsonl only" for name in missing
+            ]
     return None, notes
 
 
-def find_base(candidates: Sequence[str], lowest_torch: str, is_named: bool) -> tuple[str | None, bool, list[str]]:
+def find_base(
+    candidates: Sequence[str], lowest_torch: str, is_named: bool
+) -> tuple[str | None, bool, list[str]]:
     """Return the Python to make .venv with, or None, whether it has a torch to keep, and notes.
 
     The first Python with a torch that is new enough is taken, else the first one of all. If the user has named the

@@ -11,7 +11,15 @@ from difflib import get_close_matches
 from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
@@ -36,7 +44,9 @@ def parse_device_ids(value: object) -> str | list[int | str]:
         return [int(entry) if entry.isdigit() else entry for entry in text.split(",")]
     numbers = re.sub("(cuda|gpu):", "", text)
     devices = numbers if re.fullmatch("[0-9]+(,[0-9]+)*", numbers) else "0,2 or device_ids=cpu,cpu"
-    raise ValueError(f"must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids={devices}.")
+    raise ValueError(
+        f"must be auto, auto:N, or GPU ids or cpu, one per rank. Set device_ids={devices}."
+    )
 
 
 def check_name(folder: str, name: object) -> object:
@@ -58,7 +68,9 @@ OF_RUN = {"remedy": "Write fractions of the run: epoch 30 of 90 is 0.3333."}
 OTHERS = {"remedy": "Others come with the template: copy their file."}
 StrategyName = Annotated[str, BeforeValidator(partial(check_name, "strategies"))]
 TrackerName = Annotated[str, BeforeValidator(partial(check_name, "tracking"))]
-Suggest = Callable[..., str | None]  # of (unknown key, value) or (key, wrong value, allowed values): what was meant
+Suggest = Callable[
+    ..., str | None
+]  # of (unknown key, value) or (key, wrong value, allowed values): what was meant
 
 
 @dataclass
@@ -66,14 +78,22 @@ class LaunchConfig:
     nodes: Positive = 1  # machines; with more than one, the same command is typed on each
     node_rank: Count = 0  # this machine, counted from 0
     master_addr: Text = "127.0.0.1"  # name or address of node 0, as the other nodes reach it
-    master_port: Annotated[int, Field(ge=0, le=65535)] = 0  # a free port of node 0; 0: the system chooses (one node)
-    network_interface: str | None = None  # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
+    master_port: Annotated[int, Field(ge=0, le=65535)] = (
+        0  # a free port of node 0; 0: the system chooses (one node)
+    )
+    network_interface: str | None = (
+        None  # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
+    )
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute
-    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0  # how long to wait for GPUs that others use
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0  # a run without progress ends after this time
+    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = (
+        0.0  # how long to wait for GPUs that others use
+    )
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = (
+        10.0  # a run without progress ends after this time
+    )
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
@@ -81,20 +101,30 @@ class LaunchConfig:
 class DdpConfig:
     find_unused_parameters: bool = False  # needed if some parameters get no gradient in some steps
     static_graph: bool = False  # all steps use the same parameters in the same order
-    gradient_compression: Literal["none", "fp16", "bf16"] = "none"  # of exchanged gradients; not exact
-    broadcast_buffers: bool = False  # for buffers, besides BatchNorm's, that forward changes in training
+    gradient_compression: Literal["none", "fp16", "bf16"] = (
+        "none"  # of exchanged gradients; not exact
+    )
+    broadcast_buffers: bool = (
+        False  # for buffers, besides BatchNorm's, that forward changes in training
+    )
 
 
 @dataclass
 class FsdpConfig:
     cpu_offload: bool = False  # parameters wait in host memory, where the optimizer steps
-    reshard_after_forward: bool = True  # false keeps weights gathered until backward: faster, more memory
+    reshard_after_forward: bool = (
+        True  # false keeps weights gathered until backward: faster, more memory
+    )
 
 
 @dataclass
 class LoaderConfig:
-    num_workers: Annotated[int, Field(ge=0, le=256)] | Auto = "auto"  # reading processes per rank; 0: the rank itself
-    prefetch_factor: Annotated[int, Field(ge=1, le=1000)] = 2  # micro-batches that each worker prepares ahead
+    num_workers: Annotated[int, Field(ge=0, le=256)] | Auto = (
+        "auto"  # reading processes per rank; 0: the rank itself
+    )
+    prefetch_factor: Annotated[int, Field(ge=1, le=1000)] = (
+        2  # micro-batches that each worker prepares ahead
+    )
 
 
 @dataclass
@@ -102,24 +132,38 @@ class OptimizerConfig:
     name: Literal["adamw", "sgd", "adam"] = "adamw"
     learning_rate: NotNegative = 3e-3  # the peak of the schedule
     weight_decay: NotNegative = 0.01  # not applied to biases and normalization
-    betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Annotated[list[BelowOne], Field(min_length=2, max_length=2)] = field(
+        default_factory=lambda: [0.9, 0.999]
+    )
 
 
 @dataclass
 class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "step", "plateau", "one_cycle"] = "cosine"
-    warmup_steps: Count | BelowOne = 0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
+    warmup_steps: Count | BelowOne = (
+        0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
+    )
     min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
-    milestones: list[BelowOne] = field(default_factory=[0.5, 0.75].copy, metadata=OF_RUN)  # for step: parts of the run
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1  # for step and plateau: factor of each drop
-    patience: Count = 3  # for plateau: evaluations without a better metric that are tolerated before a drop
+    milestones: list[BelowOne] = field(
+        default_factory=[0.5, 0.75].copy, metadata=OF_RUN
+    )  # for step: parts of the run
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = (
+        0.1  # for step and plateau: factor of each drop
+    )
+    patience: Count = (
+        3  # for plateau: evaluations without a better metric that are tolerated before a drop
+    )
 
 
 @dataclass
 class TrainingConfig:
     epochs: Positive | None = 10  # passes over the training set; null: max_steps alone ends the run
-    max_steps: Positive | None = None  # optimizer steps; the run ends here, or after its epochs if they have fewer
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # 0.999: evaluate and keep an average of the weights
+    max_steps: Positive | None = (
+        None  # optimizer steps; the run ends here, or after its epochs if they have fewer
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = (
+        None  # 0.999: evaluate and keep an average of the weights
+    )
     global_batch_size: Positive = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: Positive | Auto = "auto"  # samples that a rank takes at once
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -127,19 +171,31 @@ class TrainingConfig:
     cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
     deterministic: bool = False  # the same run gives the same bits, on GPUs too
     compile: bool = False  # torch.compile
-    activation_checkpointing: bool = False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
-    max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # clip to this global norm
+    activation_checkpointing: bool = (
+        False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
+    )
+    max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = (
+        None  # clip to this global norm
+    )
     sync_batchnorm: bool = False  # BatchNorm's statistics over all ranks
-    early_stopping_epochs: Positive | None = None  # stop after that many epochs without a better metric
-    check_replicas_every_steps: Positive | None = None  # compare the weights of the ranks, besides in the first step
+    early_stopping_epochs: Positive | None = (
+        None  # stop after that many epochs without a better metric
+    )
+    check_replicas_every_steps: Positive | None = (
+        None  # compare the weights of the ranks, besides in the first step
+    )
 
 
 @dataclass
 class EvaluationConfig:
     every_epochs: Positive | None = 1  # both null: never
     every_steps: Positive | None = None
-    max_batches: Positive | None = None  # evaluate that many global batches' worth of samples, evenly spread; null: all
-    metric: Text = "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
+    max_batches: Positive | None = (
+        None  # evaluate that many global batches' worth of samples, evenly spread; null: all
+    )
+    metric: Text = (
+        "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
+    )
     mode: Literal["max", "min"] = "max"  # which values of the metric are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
     checkpoint: Text = "best"  # for evaluate and predict: best, last or a path
@@ -151,24 +207,37 @@ class CheckpointConfig:
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
     keep_last: Positive | None = 3  # how many, besides best.pt; null: all
-    resume: Text = "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
-    initial_weights: str | None = None  # a file of weights to begin with: .pt, .pth, .bin or .safetensors
+    resume: Text = (
+        "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
+    )
+    initial_weights: str | None = (
+        None  # a file of weights to begin with: .pt, .pth, .bin or .safetensors
+    )
 
 
 @dataclass
 class LoggingConfig:
-    every_steps: Positive = 50  # optimizer steps between two lines of metrics.jsonl and of the console
-    tracker: list[TrackerName] = field(default_factory=lambda: ["tensorboard"], metadata=OTHERS)  # files of tracking/
+    every_steps: Positive = (
+        50  # optimizer steps between two lines of metrics.jsonl and of the console
+    )
+    tracker: list[TrackerName] = field(
+        default_factory=lambda: ["tensorboard"], metadata=OTHERS
+    )  # files of tracking/
     report: bool = True  # at the end of a run, report.html; needs the command `report`
     progress_bar: bool | Auto = "auto"  # auto: if a person watches
-    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None  # first and last step
+    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = (
+        None  # first and last step
+    )
 
 
 @dataclass_transform(kw_only_default=True)
 def _with_chosen_sections(config: Any) -> Any:
     """Make the class `config` a dataclass, with a field for each options_<section>.py file in this folder."""
     for path in sorted(Path(__file__).parent.glob("options_*.py")):
-        name, options = path.stem.removeprefix("options_"), import_module(f".{path.stem}", __package__).Options
+        name, options = (
+            path.stem.removeprefix("options_"),
+            import_module(f".{path.stem}", __package__).Options,
+        )
         config.__annotations__[name] = options
         setattr(config, name, field(default_factory=options))
     return dataclass(kw_only=True)(config)
@@ -195,16 +264,22 @@ class Config:
 
     def __post_init__(self) -> None:
         launch, devices = self.launch, self.device_ids
-        is_doubled = isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
+        is_doubled = (
+            isinstance(devices, list) and "cpu" not in devices and len(set(devices)) < len(devices)
+        )
         if is_doubled and launch.backend != "gloo":
             rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
             raise ValueError(f"device_ids={one_line(devices).strip('[]')}: {rule}")
         if "cpu" in devices and launch.backend == "nccl":
             raise ValueError("launch.backend=nccl: NCCL has no CPU ranks. Set it to auto.")
         if launch.node_rank >= launch.nodes:
-            raise ValueError(f"launch.node_rank={launch.node_rank}: must be below launch.nodes. Set both.")
+            raise ValueError(
+                f"launch.node_rank={launch.node_rank}: must be below launch.nodes. Set both."
+            )
         if not (self.training.epochs or self.training.max_steps):
-            raise ValueError("training.epochs=null: needs an end of the run. Set it, or training.max_steps.")
+            raise ValueError(
+                "training.epochs=null: needs an end of the run. Set it, or training.max_steps."
+            )
 
 
 _adapter = TypeAdapter(Config)
@@ -240,7 +315,11 @@ def differing_keys(stored: dict[str, Any], present: dict[str, Any]) -> list[str]
     """Return "key: stored value -> present value" for each key (such as training.epochs) whose two values differ."""
     former, now = dotted(stored), dotted(present)
     values = {key: (former.get(key, "(none)"), now.get(key, "(none)")) for key in former | now}
-    return [f"{key}: {one_line(old)} -> {one_line(new)}" for key, (old, new) in values.items() if old != new]
+    return [
+        f"{key}: {one_line(old)} -> {one_line(new)}"
+        for key, (old, new) in values.items()
+        if old != new
+    ]
 
 
 def as_today(stored: dict[str, Any], section: Any = Config) -> dict[str, Any]:
@@ -270,26 +349,57 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
     """Yield a line for each setting that is no default and that another one, or a function of model.py, overrides."""
-    schedule, section = config.schedule.name, config.strategy if hasattr(config, config.strategy) else "ddp"
+    schedule, section = (
+        config.schedule.name,
+        config.strategy if hasattr(config, config.strategy) else "ddp",
+    )
     is_evaluated = config.evaluation.every_epochs or config.evaluation.every_steps
     rules = (
-        ("schedule[.]", task.learning_rate is not None, "learning_rate() in model.py takes its place"),
-        ("optimizer[.](?!l)", task.build_optimizer is not None, "build_optimizer() in model.py may ignore it"),
+        (
+            "schedule[.]",
+            task.learning_rate is not None,
+            "learning_rate() in model.py takes its place",
+        ),
+        (
+            "optimizer[.](?!l)",
+            task.build_optimizer is not None,
+            "build_optimizer() in model.py may ignore it",
+        ),
         ("schedule[.]milestones", schedule != "step", f"schedule.name={schedule}"),
-        ("schedule[.]decay_factor", schedule not in ("step", "plateau"), f"schedule.name={schedule}"),
+        (
+            "schedule[.]decay_factor",
+            schedule not in ("step", "plateau"),
+            f"schedule.name={schedule}",
+        ),
         ("schedule[.]patience", schedule != "plateau", f"schedule.name={schedule}"),
-        ("schedule[.]min_learning_rate", schedule in ("constant", "one_cycle"), f"schedule.name={schedule}"),
-        ("schedule[.]name=plateau|training[.]early_stopping", not is_evaluated, "there are no evaluations"),
+        (
+            "schedule[.]min_learning_rate",
+            schedule in ("constant", "one_cycle"),
+            f"schedule.name={schedule}",
+        ),
+        (
+            "schedule[.]name=plateau|training[.]early_stopping",
+            not is_evaluated,
+            "there are no evaluations",
+        ),
         (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
         ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
     )
-    values = ((key, reduce(getattr, key.split("."), config), default_of(item)) for key, item in all_keys())
-    for setting in [f"{key}={one_line(value)}" for key, value, default in values if value != default]:
-        if reasons := [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]:
+    values = (
+        (key, reduce(getattr, key.split("."), config), default_of(item)) for key, item in all_keys()
+    )
+    for setting in [
+        f"{key}={one_line(value)}" for key, value, default in values if value != default
+    ]:
+        if reasons := [
+            reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)
+        ]:
             yield f"{setting} has no effect: {reasons[0]}"
 
 
-def _check_keys(settings: dict[str, Any], section: Any, prefix: str, suggest: Suggest) -> Iterator[str]:
+def _check_keys(
+    settings: dict[str, Any], section: Any, prefix: str, suggest: Suggest
+) -> Iterator[str]:
     """Yield a message for each invalid key. In `settings`, turn text like "0.9,0.95" into a list if needed."""
     types = get_type_hints(section)
     for name, value in settings.items():
@@ -297,7 +407,9 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str, suggest: Su
         if name not in types:
             yield _unknown_key(key, value, suggest)
         elif is_dataclass(types[name]):
-            section_settings = settings[name] = {} if value is None else value  # all its keys may be commented out
+            section_settings = settings[name] = (
+                {} if value is None else value
+            )  # all its keys may be commented out
             if isinstance(section_settings, dict):
                 yield from _check_keys(section_settings, types[name], f"{key}.", suggest)
             else:
@@ -311,7 +423,9 @@ def _check_keys(settings: dict[str, Any], section: Any, prefix: str, suggest: Su
 
 def _takes_list(kind: Any) -> bool:
     origin = get_origin(kind) or kind
-    return origin in (list, tuple) or (origin not in (dict, Literal) and any(map(_takes_list, get_args(kind))))
+    return origin in (list, tuple) or (
+        origin not in (dict, Literal) and any(map(_takes_list, get_args(kind)))
+    )
 
 
 def _unknown_key(key: str, value: Any, suggest: Suggest) -> str:
@@ -321,7 +435,9 @@ def _unknown_key(key: str, value: Any, suggest: Suggest) -> str:
     last, typed = key.rpartition(".")[2], one_line(value)
     known = {other: other.rpartition(".")[2] for other, _ in all_keys()}
     alike = get_close_matches(last, known.values(), n=1, cutoff=0.7)  # epoch=3
-    close = get_close_matches(key, [other for other, name in known.items() if name in alike], n=1, cutoff=0)
+    close = get_close_matches(
+        key, [other for other, name in known.items() if name in alike], n=1, cutoff=0
+    )
     meant = suggest(key, typed) or (f"{close[0]}={typed}" if close else None)
     own = "Delete it; or, for one of your own, add a field to ModelConfig or DataConfig."
     return f"{one_line(key)}={typed}: there is no such key. {f'Did you mean {meant}?' if meant else own}"
@@ -336,19 +452,32 @@ def _explain(error: ValidationError, suggest: Suggest) -> Iterator[str]:
         found.setdefault(key, []).append(problem)
     for key, problems in found.items():
         kind, value = problems[0]["type"], problems[0]["input"]
-        rule = " or ".join(dict.fromkeys(problem["msg"].split(", unable")[0] for problem in problems))
+        rule = " or ".join(
+            dict.fromkeys(problem["msg"].split(", unable")[0] for problem in problems)
+        )
         rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or")
         rule = " ".join(rule.removeprefix("Value error, ").split())
-        if key not in known:  # raised by the __post_init__ of a section, whose message names its key itself
+        if (
+            key not in known
+        ):  # raised by the __post_init__ of a section, whose message names its key itself
             yield f"{key}.{rule}".lstrip(".")
         elif kind == "missing":
             yield f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
         elif kind == "value_error":
             yield f"{key}={one_line(value)}: {rule}"
         else:
-            typed, values = str(value).lower().rpartition(".")[2], re.findall(r"'(\w+)'", rule)  # torch.nn.DataParallel
+            typed, values = (
+                str(value).lower().rpartition(".")[2],
+                re.findall(r"'(\w+)'", rule),
+            )  # torch.nn.DataParallel
             close, default = get_close_matches(typed, values, n=1), default_of(known[key])
             meant = suggest(key, typed, values) or (f"{key}={close[0]}" if close else None)
-            remedy = "See its type in config.py." if default is MISSING else f"The default is {one_line(default)}."
-            remedy = f"Did you mean {meant}?" if meant else known[key].metadata.get("remedy", remedy)
+            remedy = (
+                "See its type in config.py."
+                if default is MISSING
+                else f"The default is {one_line(default)}."
+            )
+            remedy = (
+                f"Did you mean {meant}?" if meant else known[key].metadata.get("remedy", remedy)
+            )
             yield f"{key}={one_line(value)}: {rule}. {remedy}"

@@ -32,7 +32,9 @@ class _TextLoader(yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
         if doubled := {key for key in keys if keys.count(key) > 1}:
-            raise ConfigError(f"{', '.join(doubled)}: this key is set twice. Delete one of its lines.")
+            raise ConfigError(
+                f"{', '.join(doubled)}: this key is set twice. Delete one of its lines."
+            )
         return super().construct_mapping(node, deep=True)
 
 
@@ -41,9 +43,13 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         settings = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path)) or {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({one_line(error)}). Name a readable text file.") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({one_line(error)}). Name a readable text file."
+        ) from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: holds no settings. Write each as a line of the form key: value.")
+        raise ConfigError(
+            f"{path}: holds no settings. Write each as a line of the form key: value."
+        )
     return set_words(settings, overrides)
 
 
@@ -58,7 +64,9 @@ def set_words(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, A
         *sections, name = key.split(".")
         section = settings
         for inner in sections:
-            section[inner] = section = section[inner] if isinstance(section.get(inner), dict) else {}
+            section[inner] = section = (
+                section[inner] if isinstance(section.get(inner), dict) else {}
+            )
         section[name] = parse_yaml(text, key) if text[:1] in ("[", "{") else _null(text)
     return settings
 
@@ -67,7 +75,11 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts into one dict with dotted keys, such as `training.epochs`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        flat |= (
+            dotted(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -77,7 +89,9 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _TextLoader)  # it builds nothing but dicts, lists and text
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())[:300]  # with its line
-        raise ConfigError(f"{source}: not readable as YAML ({problem}). Correct or quote it.") from None
+        raise ConfigError(
+            f"{source}: not readable as YAML ({problem}). Correct or quote it."
+        ) from None
 
 
 def _null(text: str, is_quoted: bool = False) -> str | None:

@@ -38,5 +38,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def disk_failure(path: Path, error: OSError) -> FailureError:
-    remedy = "The last checkpoint is whole: mend the disk or make room, and the same command continues."
+    remedy = (
+        "The last checkpoint is whole: mend the disk or make room, and the same command continues."
+    )
     return FailureError(f"cannot write {path}: {error.strerror or error}. {remedy}")

@@ -15,11 +15,19 @@ def _typed(value: Any) -> Any:
     if isinstance(value, list):
         return [_typed(item) for item in value]
     with suppress(ValueError):
-        return json.loads(value.lower() if value in ("True", "False") else value) if isinstance(value, str) else value
+        return (
+            json.loads(value.lower() if value in ("True", "False") else value)
+            if isinstance(value, str)
+            else value
+        )
     return value
 
 
 @dataclass
 class Options:
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1  # 1 cuts the optimizer's state, 2 gradients too, 3 weights too
-    extra: Annotated[dict[str, Any], BeforeValidator(_typed)] = field(default_factory=dict)  # keys of DeepSpeed's own
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = (
+        1  # 1 cuts the optimizer's state, 2 gradients too, 3 weights too
+    )
+    extra: Annotated[dict[str, Any], BeforeValidator(_typed)] = field(
+        default_factory=dict
+    )  # keys of DeepSpeed's own

@@ -22,13 +22,33 @@ from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import CheckpointFolder, collect_state, find_run, load_run, load_weights, read_once
-from .training.checks import MemoryLimit, check_finite, check_model, check_replicas, rehearse, rehearse_last
+from .training.checkpoint import (
+    CheckpointFolder,
+    collect_state,
+    find_run,
+    load_run,
+    load_weights,
+    read_once,
+)
+from .training.checks import (
+    MemoryLimit,
+    check_finite,
+    check_model,
+    check_replicas,
+    rehearse,
+    rehearse_last,
+)
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, figures_of
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
-from .training.run_files import log_devices, run_lock, start_profiler, write_environment, write_summary
+from .training.run_files import (
+    log_devices,
+    run_lock,
+    start_profiler,
+    write_environment,
+    write_summary,
+)
 from .training.schedule import learning_rate, set_learning_rate
 from .training.stopping import Interrupted, StopRequest, beat, hang_watch
 
@@ -39,7 +59,9 @@ class Trainer:
     """Trains the user's model on one rank. All ranks must call the same Trainer methods in the same order."""
 
     def __init__(self, config: Config, context: RankContext, directory: Path, task: Task) -> None:
-        config = settle_precision(config, context)  # a run continues in the precision that it began with
+        config = settle_precision(
+            config, context
+        )  # a run continues in the precision that it began with
         self.config, self.context, self.directory, self.task = config, context, directory, task
         train_data, validation_data, *_ = build_datasets(task, config, context)
         training = config.training
@@ -49,17 +71,29 @@ class Trainer:
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, training.max_steps or all_steps)
         if training.max_steps and all_steps < training.max_steps:
-            logger.info("training.epochs=%d ends at step %d, before training.max_steps", training.epochs, all_steps)
+            logger.info(
+                "training.epochs=%d ends at step %d, before training.max_steps",
+                training.epochs,
+                all_steps,
+            )
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
-        seed_generators(config.seed)  # again: building the data sets may have drawn, and not alike on all ranks
+        seed_generators(
+            config.seed
+        )  # again: building the data sets may have drawn, and not alike on all ranks
         with context.local_rank_first("model"):
             model = check_model(task.build_model(config.model))
         if config.checkpoint.initial_weights is not None:
-            load_weights(model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights=")
+            load_weights(
+                model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights="
+            )
         task.on_epoch_begin(model, 0)
-        self.startup_seconds: float | None = None  # from the process's start to the end of its first step
-        self.num_epochs_begun = 1  # epochs for which this process called on_epoch_begin() of model.py
+        self.startup_seconds: float | None = (
+            None  # from the process's start to the end of its first step
+        )
+        self.num_epochs_begun = (
+            1  # epochs for which this process called on_epoch_begin() of model.py
+        )
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
@@ -74,19 +108,30 @@ class Trainer:
         """Return True if all steps are done or early stopping has ended the run, and no evaluation is pending."""
         patience = self.config.training.early_stopping_epochs
         is_stale = patience is not None and self.progress.epochs_without_improvement >= patience
-        return (self.progress.step >= self.total_steps or is_stale) and not self.progress.is_evaluation_pending
+        return (
+            self.progress.step >= self.total_steps or is_stale
+        ) and not self.progress.is_evaluation_pending
 
     def fit(self) -> None:
         """Start or resume the run and train to the end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
-            if self.is_complete and from_main((self.directory / "summary.json").exists):  # False if a kill came first
-                ended_by = "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
-                ended_by = "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
+            if self.is_complete and from_main(
+                (self.directory / "summary.json").exists
+            ):  # False if a kill came first
+                ended_by = (
+                    "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
+                )
+                ended_by = (
+                    "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
+                )
                 message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
                 self.strategy.close()
                 return logger.info(message, self.config.name, self.progress.describe(), ended_by)
-            with hang_watch(self.context, self.config.launch, self.directory), StopRequest(self.context) as stop:
+            with (
+                hang_watch(self.context, self.config.launch, self.directory),
+                StopRequest(self.context) as stop,
+            ):
                 self.train(stop)
         if not self.is_complete and stop.signal_number is not None:
             logger.info("stopped: the same command continues")
@@ -100,11 +145,17 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    if self.begin_epochs(self.progress.epoch):  # other parameters train now: check a step again
-                        rehearse(self.strategy, self.loader.read_first(self.progress.epoch, 0), self.task)
+                    if self.begin_epochs(
+                        self.progress.epoch
+                    ):  # other parameters train now: check a step again
+                        rehearse(
+                            self.strategy, self.loader.read_first(self.progress.epoch, 0), self.task
+                        )
                         self.loader.start(self.progress.epoch, 0)
                     self.progress.count_step()
-                    sums, gradient_norm = self.train_step(self.progress.is_logged(self.config.logging.every_steps))
+                    sums, gradient_norm = self.train_step(
+                        self.progress.is_logged(self.config.logging.every_steps)
+                    )
                 self.complete_step(sums, gradient_norm)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
@@ -118,7 +169,9 @@ class Trainer:
         memory = MemoryLimit(directory, self.context, self.loader)
         memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
-            rehearse(self.strategy, self.loader.read_first(progress.epoch, progress.position), self.task)
+            rehearse(
+                self.strategy, self.loader.read_first(progress.epoch, progress.position), self.task
+            )
             rehearse_last(self.strategy, self.loader, self.task)
         if self.config.evaluation.micro_batch_size == "auto":
             self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit
@@ -130,7 +183,9 @@ class Trainer:
             is_evaluation_pending=progress.is_evaluation_pending,
         )  # fmt: skip
         write_environment(directory, self.config, self.context, devices)
-        self.profiler = start_profiler(directory, self.context.rank, self.config.logging.profile_steps, progress.step)
+        self.profiler = start_profiler(
+            directory, self.context.rank, self.config.logging.profile_steps, progress.step
+        )
         self.loader.start(progress.epoch, progress.position)
         self.clock = StepClock(progress.num_samples_seen)
         return memory
@@ -142,7 +197,12 @@ class Trainer:
         task, strategy, config, progress = self.task, self.strategy, self.config, self.progress
         peak = config.optimizer.learning_rate
         rate = learning_rate(
-            config.schedule, peak, progress.step, self.total_steps, progress.num_drops, task.learning_rate
+            config.schedule,
+            peak,
+            progress.step,
+            self.total_steps,
+            progress.num_drops,
+            task.learning_rate,
         )
         set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
@@ -151,9 +211,13 @@ class Trainer:
                 with strategy.autocast():
                     loss, outputs = task.compute_loss(strategy.model, batch)
                 if not (is_logged and task.training_metrics):
-                    outputs = None  # a language model's logits are large, and backward needs the memory
+                    outputs = (
+                        None  # a language model's logits are large, and backward needs the memory
+                    )
                 strategy.backward(loss, weight)
-            figures = figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+            figures = (
+                figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+            )
             for name, value in figures.items():
                 part = weighted(value, weight)
                 sums[name] = sums[name] + part if name in sums else part
@@ -184,7 +248,10 @@ class Trainer:
         """Log the step's figures, averaged over ranks. Not every step is logged, since logging waits for the device."""
         check_finite(self.losses, self.context)
         progress = self.progress
-        values = all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype)) / self.context.world_size
+        values = (
+            all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype))
+            / self.context.world_size
+        )
         record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
         record |= dict(zip(sums, values.tolist(), strict=True))
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
@@ -199,9 +266,16 @@ class Trainer:
             config, progress = self.config.evaluation, self.progress
             check_finite(self.losses, self.context)
             with self.average.swapped_in() if self.average is not None else nullcontext():
-                values = self.evaluator.run(self.strategy, stop.allows, self.tracking.log(progress.step))
+                values = self.evaluator.run(
+                    self.strategy, stop.allows, self.tracking.log(progress.step)
+                )
             progress.is_evaluation_pending = False
-            record = {"split": "validation", "step": progress.step, "epoch": progress.current_epoch, **values}
+            record = {
+                "split": "validation",
+                "step": progress.step,
+                "epoch": progress.current_epoch,
+                **values,
+            }
             self.tracking.record({**record, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config, self.config.schedule.patience):
                 self.evaluator.write_report(self.directory, "best", progress.step)
@@ -214,23 +288,34 @@ class Trainer:
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
             self.losses.append((norm.to(self.context.device), self.progress.step))
             check_finite(self.losses, self.context)
-            state = collect_state(self.strategy, self.progress, self.config, self.average, self.loader.cursor)
+            state = collect_state(
+                self.strategy, self.progress, self.config, self.average, self.loader.cursor
+            )
             beat()  # writing may take up to launch.timeout_minutes
             if state is not None:  # rank 0
                 self.checkpoints.save(state, is_best=is_best)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one."""
-        state = read_once(partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt))
+        state = read_once(
+            partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt)
+        )
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
-            self.loader.cursor = cursors[self.context.rank % len(cursors)]  # a stream refuses other numbers of ranks
+            self.loader.cursor = cursors[
+                self.context.rank % len(cursors)
+            ]  # a stream refuses other numbers of ranks
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            former, own = state["config"], to_dict(self.config)  # devices and `launch` belong to a start, and to a node
-            for change in differing_keys(former, own | {key: former[key] for key in ("device_ids", "launch")}):
+            former, own = (
+                state["config"],
+                to_dict(self.config),
+            )  # devices and `launch` belong to a start, and to a node
+            for change in differing_keys(
+                former, own | {key: former[key] for key in ("device_ids", "launch")}
+            ):
                 logger.info("changed since: %s", change)
 
     def begin_epochs(self, epoch: int) -> bool:
@@ -259,10 +344,23 @@ class Trainer:
         if self.profiler is not None:
             self.profiler.stop()
         status = "complete" if self.is_complete else "stopped"
-        summary = {"status": status, "steps": progress.step, "epochs": progress.epoch, "best": progress.best}
-        summary |= {"micro_batch_size": self.loader.micro_batch_size, "startup_seconds": self.startup_seconds}
-        summary |= {"train_seconds": seconds, "seconds_waiting_for_data": self.loader.seconds_waited}
-        summary["samples_per_second"] = (progress.num_samples_seen - self.clock.first_sample) / max(seconds, 1e-9)
+        summary = {
+            "status": status,
+            "steps": progress.step,
+            "epochs": progress.epoch,
+            "best": progress.best,
+        }
+        summary |= {
+            "micro_batch_size": self.loader.micro_batch_size,
+            "startup_seconds": self.startup_seconds,
+        }
+        summary |= {
+            "train_seconds": seconds,
+            "seconds_waiting_for_data": self.loader.seconds_waited,
+        }
+        summary["samples_per_second"] = (progress.num_samples_seen - self.clock.first_sample) / max(
+            seconds, 1e-9
+        )
         progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
         self.tracking.close()
         self.strategy.close()

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from template_package.config import load_config  # noqa: F401 - tests of your files import it
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "template_package"
 WORKLOAD = Path(__file__).parent / "workload"
@@ -70,13 +72,17 @@ class Session:
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
         print(
-            json.dumps({"folder": str(folder), "script": script, "words": words}), file=self._process.stdin, flush=True
+            json.dumps({"folder": str(folder), "script": script, "words": words}),
+            file=self._process.stdin,
+            flush=True,
         )
         is_answered, *_ = select.select([self._replies], [], [], TIMEOUT_SECONDS)
         reply = self._replies.readline() if is_answered else ""
         if not reply:
             self.close()
-        return int(reply) if reply else None, self._path.read_bytes()[start:].decode(errors="replace")
+        return int(reply) if reply else None, self._path.read_bytes()[start:].decode(
+            errors="replace"
+        )
 
     @property
     def pid(self) -> int:
@@ -134,7 +140,9 @@ class Project:
     folder: Path
     session: Session
 
-    def start(self, *words: str, command: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str, command: Sequence[str] = (), **variables: str
+    ) -> subprocess.Popen[str]:
         """Start `python run.py …` as a user does. A `command`, for example torchrun, replaces `python`.
 
         `words` are the arguments of run.py, and `variables` are added to the environment.
@@ -152,7 +160,9 @@ class Project:
             preexec_fn=heed_ctrl_c,  # noqa: PLW1509 - the tests have no threads
         )
 
-    def run(self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run") -> str:
+    def run(
+        self, *words: str, code: int = 0, command: Sequence[str] = (), script: str = "run"
+    ) -> str:
         """Run a script with the arguments `words` and return its output. Fail if its exit code is not `code`.
 
         If `command` is set, run run.py with it in a new process (see start()). If not, reuse a process, to save time.
@@ -172,7 +182,10 @@ class Project:
 
     def run_many(self, cases: dict[str, list[str]]) -> None:
         """Do several training runs in turn on the same ranks. `cases` maps each run's name to its arguments."""
-        self.run(json.dumps([[f"name={name}", *words] for name, words in cases.items()]), script="session")
+        self.run(
+            json.dumps([[f"name={name}", *words] for name, words in cases.items()]),
+            script="session",
+        )
 
     def edit(self, file: str, old: str, new: str) -> None:
         """Replace the text `old` with `new` in a file of the package."""
@@ -180,7 +193,9 @@ class Project:
         text, written_at = path.read_text(encoding="utf-8"), path.stat().st_mtime
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
-        os.utime(path, (written_at + 10, written_at + 10))  # Python keeps what it compiled in the same second
+        os.utime(
+            path, (written_at + 10, written_at + 10)
+        )  # Python keeps what it compiled in the same second
 
     def append(self, file: str, code: str) -> None:
         """Append `code` to a file of the package. Functions in `code` replace earlier ones of the same name."""
@@ -204,7 +219,9 @@ class Project:
 
     def json(self, name: str, file: str) -> dict[str, Any]:
         """Return the contents of a JSON file in the run's folder."""
-        content: dict[str, Any] = json.loads((self.directory(name) / file).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(
+            (self.directory(name) / file).read_text(encoding="utf-8")
+        )
         return content
 
     def checkpoint(self, name: str, step: int) -> dict[str, Any]:
@@ -221,7 +238,9 @@ class Project:
 
         shutil.copytree(self.directory(name), self.directory(new_name))
         for path in (self.directory(new_name) / "checkpoints").glob("*.pt"):
-            if torch.load(path, weights_only=True)["step"] > step and (path.stem != "best" or step):  # 0: it is left
+            if torch.load(path, weights_only=True)["step"] > step and (
+                path.stem != "best" or step
+            ):  # 0: it is left
                 path.unlink()
 
 
@@ -247,7 +266,9 @@ def session(template_project: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def project(template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
+def project(
+    template_project: Path, session: Session, tmp_path: Path, request: pytest.FixtureRequest
+) -> Project:
     """Create a project for one test, at a path that contains a space and Japanese characters.
 
     If the test file has a `faults` folder beside it, model.py and dataset.py are copied from that folder.

@@ -8,7 +8,12 @@ import pytest
 import yaml
 
 from template_package import model as user_model
-from template_package.config import Config, load_config, parse_device_ids, to_dict
+from template_package.config import (
+    Config,
+    load_config,
+    parse_device_ids,
+    to_dict,
+)
 from template_package.errors import ConfigError
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
@@ -49,7 +54,12 @@ def test_config_yaml_is_accepted() -> None:
 
 
 def test_a_config_that_was_written_down_is_read_back_equal(path: Path) -> None:
-    words = ["name=1e3", "device_ids=0,2", "optimizer.learning_rate=1e-5", "logging.profile_steps=3,4"]
+    words = [
+        "name=1e3",
+        "device_ids=0,2",
+        "optimizer.learning_rate=1e-5",
+        "logging.profile_steps=3,4",
+    ]
     config = load_config(path, words)
     path.write_text(yaml.safe_dump(to_dict(config)), encoding="utf-8")
     assert load_config(path) == config
@@ -58,17 +68,26 @@ def test_a_config_that_was_written_down_is_read_back_equal(path: Path) -> None:
 
 def test_overrides_beat_the_file_and_the_file_beats_the_defaults(path: Path) -> None:
     own, default = path.read_text(encoding="utf-8"), load_config(path)
-    path.write_text(f"{own}training: {{epochs: 5, max_steps: 7}}\nddp:\n  # all defaults\n", encoding="utf-8")
+    path.write_text(
+        f"{own}training: {{epochs: 5, max_steps: 7}}\nddp:\n  # all defaults\n", encoding="utf-8"
+    )
     config = load_config(path, ["training.epochs=6", "training.epochs=1000"])
     assert (config.training.epochs, config.training.max_steps, config.ddp) == (1000, 7, default.ddp)
     assert config.training.global_batch_size == default.training.global_batch_size
 
 
 def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
-    sections = {name: value for name, value in to_dict(load_config(path)).items() if name not in OWN_SECTIONS}
+    sections = {
+        name: value
+        for name, value in to_dict(load_config(path)).items()
+        if name not in OWN_SECTIONS
+    }
     plain = [name for name, value in sections.items() if not isinstance(value, dict)]
     refused = []
-    for key in [*plain, *(f"{name}.{key}" for name in sections.keys() - set(plain) for key in sections[name])]:
+    for key in [
+        *plain,
+        *(f"{name}.{key}" for name in sections.keys() - set(plain) for key in sections[name]),
+    ]:
         try:
             load_config(path, [f"{key}=a b?"])
         except ConfigError as error:
@@ -86,11 +105,17 @@ def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
         ("training.epochs=99999999999999999999", "training.epochs=99999999999999999999: must be"),
         ("training.epochs=", "training.epochs=null: needs an end of the run"),
         ("training.epochs=[3]", "training.epochs=[3]: must be a valid integer"),
-        ("launch.timeout_minutes=1e-5", "launch.timeout_minutes=1e-5: must be greater than or equal to 0.02"),
+        (
+            "launch.timeout_minutes=1e-5",
+            "launch.timeout_minutes=1e-5: must be greater than or equal to 0.02",
+        ),
         ("optimizer.learning_rate=nan", "must be a finite number"),
         ("optimizer.betas=0.9,x", "optimizer.betas=x: must be a valid number"),
         ("optimizer.name=adamm", "Did you mean optimizer.name=adam?"),
-        ("training.epoch=3", "training.epoch=3: there is no such key. Did you mean training.epochs=3?"),
+        (
+            "training.epoch=3",
+            "training.epoch=3: there is no such key. Did you mean training.epochs=3?",
+        ),
         ("trainig.epochs=3", "Did you mean training.epochs=3?"),
         ("learning_rate=1", "Did you mean optimizer.learning_rate=1?"),
         ("training.weight_decay=1", "Did you mean optimizer.weight_decay=1?"),
@@ -104,7 +129,9 @@ def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
         ("device_ids=[0,0]", "launch.backend=gloo"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(words: str, rule: str, refuse: Refuse) -> None:
+def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(
+    words: str, rule: str, refuse: Refuse
+) -> None:
     assert rule in refuse(*words.split())
 
 
@@ -120,7 +147,9 @@ def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(words: str, r
         (b"name: caf\xe9", "cannot be read"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(text: str | bytes, rule: str, path: Path, refuse: Refuse) -> None:
+def test_a_mistake_in_the_file_is_one_line(
+    text: str | bytes, rule: str, path: Path, refuse: Refuse
+) -> None:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert rule in refuse()
 
@@ -138,7 +167,9 @@ def test_a_mistake_in_the_file_is_one_line(text: str | bytes, rule: str, path: P
         ("[cpu, cpu]", ["cpu", "cpu"]),
     ],
 )
-def test_device_ids_mean_the_same_in_the_file_and_on_the_command_line(text: str, devices: Any, path: Path) -> None:
+def test_device_ids_mean_the_same_in_the_file_and_on_the_command_line(
+    text: str, devices: Any, path: Path
+) -> None:
     assert load_config(path, [f"device_ids={text}"]).device_ids == devices
     path.write_text(f"{path.read_text(encoding='utf-8')}device_ids: {text}", encoding="utf-8")
     assert load_config(path).device_ids == devices
@@ -147,13 +178,28 @@ def test_device_ids_mean_the_same_in_the_file_and_on_the_command_line(text: str,
 
 @pytest.mark.parametrize(
     "value",
-    ["-1", "cpu,0", "[]", "[[0]]", "1.5", "true", "null", "auto:0", "auto,auto", "0,", "gpu", "cpu," * 256 + "cpu"],
+    [
+        "-1",
+        "cpu,0",
+        "[]",
+        "[[0]]",
+        "1.5",
+        "true",
+        "null",
+        "auto:0",
+        "auto,auto",
+        "0,",
+        "gpu",
+        "cpu," * 256 + "cpu",
+    ],
 )
 def test_device_ids_that_mean_nothing_are_refused(value: str, refuse: Refuse) -> None:
     assert refuse(f"device_ids={value}").startswith("device_ids=")
 
 
-def test_your_own_sections_may_complete_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_your_own_sections_may_complete_each_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def complete(model: Any, data: Any) -> None:
         model.filled_in = type(data).__name__
 

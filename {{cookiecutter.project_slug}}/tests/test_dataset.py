@@ -7,15 +7,25 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import default_collate
 
-from template_package.config import load_config
-from template_package.dataset import NUM_CLASSES, Batch, DataConfig, Digits, build_datasets
+from template_package.dataset import (
+    NUM_CLASSES,
+    Batch,
+    DataConfig,
+    Digits,
+    build_datasets,
+)
 from template_package.errors import ConfigError
+
+from conftest import load_config
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
 
 
 def fingerprints(dataset: Digits) -> list[tuple[bytes, int]]:
-    return [(image.numpy().tobytes(), int(digit)) for image, digit in zip(dataset.images, dataset.digits, strict=True)]
+    return [
+        (image.numpy().tobytes(), int(digit))
+        for image, digit in zip(dataset.images, dataset.digits, strict=True)
+    ]
 
 
 def test_splits_are_disjoint_and_hold_every_sample() -> None:
@@ -23,8 +33,13 @@ def test_splits_are_disjoint_and_hold_every_sample() -> None:
     assert [len(samples) for samples in sets] == [1257, 270, 270]
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float() / 16
-    everything = [(image.numpy().tobytes(), int(digit)) for image, digit in zip(images, bunch.target, strict=True)]
-    assert len(set(everything)) == 1797  # no two images are alike, so equal lists mean disjoint sets
+    everything = [
+        (image.numpy().tobytes(), int(digit))
+        for image, digit in zip(images, bunch.target, strict=True)
+    ]
+    assert (
+        len(set(everything)) == 1797
+    )  # no two images are alike, so equal lists mean disjoint sets
     assert sorted(sets[0] + sets[1] + sets[2]) == sorted(everything)
 
 
@@ -36,7 +51,10 @@ def test_splits_are_the_same_whatever_the_random_state() -> None:
 
 
 def test_every_set_holds_every_digit() -> None:
-    assert all(set(dataset.digits.tolist()) == set(range(NUM_CLASSES)) for dataset in build_datasets(DataConfig()))
+    assert all(
+        set(dataset.digits.tolist()) == set(range(NUM_CLASSES))
+        for dataset in build_datasets(DataConfig())
+    )
 
 
 def test_items_collate_to_the_batch_that_the_model_expects() -> None:
@@ -68,7 +86,10 @@ def test_only_training_items_are_augmented() -> None:
     torch.manual_seed(0)
     assert any(not torch.equal(train[index].inputs[0], train.images[index]) for index in range(20))
     for dataset in (validation, test, plain):
-        assert all(torch.equal(dataset[index].inputs[0], dataset.images[index]) for index in range(len(dataset)))
+        assert all(
+            torch.equal(dataset[index].inputs[0], dataset.images[index])
+            for index in range(len(dataset))
+        )
 
 
 def test_a_shift_moves_the_image_by_at_most_one_pixel() -> None:
@@ -80,7 +101,9 @@ def test_a_shift_moves_the_image_by_at_most_one_pixel() -> None:
     assert positions == {(0, row, column) for row in (2, 3, 4) for column in (4, 5, 6)}
 
 
-@pytest.mark.parametrize("wrong", ["validation_fraction=0", "test_fraction=0.8", "shift_probability=1.5"])
+@pytest.mark.parametrize(
+    "wrong", ["validation_fraction=0", "test_fraction=0.8", "shift_probability=1.5"]
+)
 def test_impossible_values_are_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"^data.{wrong}: must be"):
         load_config(CONFIG_YAML, [f"data.{wrong}"])

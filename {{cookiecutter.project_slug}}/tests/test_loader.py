@@ -27,7 +27,9 @@ from template_package.data.orders import find_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
-TASK = replace(find_task(), collate=default_collate, loss_weight=None)  # yours may not suit the test data
+TASK = replace(
+    find_task(), collate=default_collate, loss_weight=None
+)  # yours may not suit the test data
 
 
 class Squares(Dataset[Any]):
@@ -61,7 +63,9 @@ def train_loader(
     return TrainLoader(dataset, task, LoaderConfig(num_workers=workers), context, **options)
 
 
-def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any) -> list[list[MicroBatch]]:
+def steps(
+    rank: int, world_size: int, *, num_steps: int, position: int = 0, **options: Any
+) -> list[list[MicroBatch]]:
     """Return the micro-batches of a rank, as one list for each of `num_steps` steps.
 
     The first step begins `position` samples into epoch 0.
@@ -75,7 +79,9 @@ def steps(rank: int, world_size: int, *, num_steps: int, position: int = 0, **op
 
 def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches that a rank evaluates."""
-    loader = EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, world_size), "validation")
+    loader = EvaluationLoader(
+        dataset, TASK, LoaderConfig(), RankContext(rank, world_size), "validation"
+    )
     return list(loader.read(micro_batch_size))
 
 
@@ -93,14 +99,22 @@ def test_each_sample_once_an_epoch_in_shares_that_differ_by_one(world_size: int)
             shares = [rank[4 * epoch + step] for rank in ranks]
             sizes = [sum(micro.request.num_samples for micro in share) for share in shares]
             assert max(sizes) - min(sizes) <= 1 and sum(sizes) == (7, 7, 7, 2)[step]
-            assert sum(micro.request.weight for share in shares for micro in share) == pytest.approx(world_size)
+            assert sum(
+                micro.request.weight for share in shares for micro in share
+            ) == pytest.approx(world_size)
             for share in shares:
-                assert [micro.request.is_last for micro in share] == [False] * (len(share) - 1) + [True]
-                assert len(share) == -(-max(sizes) // 3) and all(len(micro.request.indices) <= 3 for micro in share)
+                assert [micro.request.is_last for micro in share] == [False] * (len(share) - 1) + [
+                    True
+                ]
+                assert len(share) == -(-max(sizes) // 3) and all(
+                    len(micro.request.indices) <= 3 for micro in share
+                )
                 seen += indices_of(share)
         assert sorted(seen) == list(range(23))
         assert seen[:7] != sorted(seen[:7])
-    assert all(micro.request.num_samples for step in ranks[0] for micro in step), "rank 0's BatchNorm counts"
+    assert all(micro.request.num_samples for step in ranks[0] for micro in step), (
+        "rank 0's BatchNorm counts"
+    )
 
 
 def test_order_changes_with_epoch_and_seed() -> None:
@@ -115,7 +129,9 @@ def test_augmentation_depends_on_epoch_and_index_alone() -> None:
         for rank in range(world_size):
             for number, step in enumerate(steps(rank, world_size, num_steps=8, **options)):
                 for micro in step:
-                    for index, value in zip(*(field.tolist() for field in micro.batch), strict=True):
+                    for index, value in zip(
+                        *(field.tolist() for field in micro.batch), strict=True
+                    ):
                         found[number // 4, index] = value
         return found
 
@@ -130,17 +146,24 @@ def test_reading_leaves_the_random_state_alone_and_position_needs_no_replay() ->
     resumed = steps(0, 2, num_steps=2, position=14)
     assert torch.equal(torch.get_rng_state(), before)
     full = steps(0, 2, num_steps=4)
-    assert [[micro.request for micro in step] for step in resumed] == [[m.request for m in step] for step in full[2:]]
+    assert [[micro.request for micro in step] for step in resumed] == [
+        [m.request for m in step] for step in full[2:]
+    ]
 
 
 def test_whole_batches_are_fetched_in_one_call() -> None:
     dataset = Batches()
     (first, second), *_ = steps(0, 1, num_steps=5, dataset=dataset, micro=4)
-    assert first.batch.tolist() == first.request.indices and (len(first.batch), len(second.batch)) == (4, 3)
+    assert first.batch.tolist() == first.request.indices and (
+        len(first.batch),
+        len(second.batch),
+    ) == (4, 3)
     assert dataset.epochs == [0, 1]
     subset = Subset(Batches(), list(range(23)))
     assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
-    plain = Subset(Squares(), list(range(23)))  # has __getitems__ too, which would leave the items unseeded
+    plain = Subset(
+        Squares(), list(range(23))
+    )  # has __getitems__ too, which would leave the items unseeded
     expected = steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
     assert steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist() == expected
 
@@ -149,7 +172,9 @@ class Sized(Batches):
     """A data set whose samples have different lengths. Only a few samples are long."""
 
     def __init__(self, num_samples: int) -> None:
-        self.sample_lengths = [1 + (7 * i % num_samples) ** 3 // num_samples**2 for i in range(num_samples)]
+        self.sample_lengths = [
+            1 + (7 * i % num_samples) ** 3 // num_samples**2 for i in range(num_samples)
+        ]
 
     def __len__(self) -> int:
         return len(self.sample_lengths)
@@ -161,7 +186,9 @@ def padded(batches: list[list[int]], lengths: list[int]) -> float:
     return padded / sum(lengths[i] for batch in batches for i in batch)
 
 
-def global_batches(dataset: Any, world_size: int, num_steps: int, position: int = 0) -> list[list[int]]:
+def global_batches(
+    dataset: Any, world_size: int, num_steps: int, position: int = 0
+) -> list[list[int]]:
     options: Any = {"num_steps": num_steps, "position": position, "dataset": dataset}
     ranks = [steps(rank, world_size, **options) for rank in range(world_size)]
     return [[i for rank in ranks for i in indices_of(rank[step])] for step in range(num_steps)]
@@ -187,7 +214,9 @@ def test_samples_of_like_length_share_a_batch_on_any_number_of_ranks_and_after_a
 def test_one_batch_may_hold_all_samples_however_large_its_size() -> None:
     loader = train_loader(Sized(30), size=2**63 - 1, micro="auto")
     loader.start(0, 0)
-    assert [sorted(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [list(range(30))]
+    assert [sorted(micro.request.indices) for micro, _ in loader.next_step(nn.Identity())] == [
+        list(range(30))
+    ]
 
 
 def test_evaluation_puts_samples_of_like_length_together_and_of_each_some_on_every_rank() -> None:
@@ -271,7 +300,11 @@ class Rare(Dataset[Tensor]):
         return 40
 
     def __getitem__(self, index: int) -> Tensor:
-        drawn = [random.random(), numpy.random.rand(), random.gauss(0, 1)] if index == 20 else [0.0, 0.0, 0.0]
+        drawn = (
+            [random.random(), numpy.random.rand(), random.gauss(0, 1)]
+            if index == 20
+            else [0.0, 0.0, 0.0]
+        )
         return torch.tensor([float(index), torch.rand(()).item(), *drawn], dtype=torch.float64)
 
 
@@ -283,7 +316,13 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
         before = random.getstate()[1], str(numpy.random.get_state())
         loader = train_loader(Rare(), workers=workers, size=size, micro=size)
         loader.start(0, 0)
-        rows = torch.cat([batch.batch for _ in range(-(-40 // size)) for batch, _ in loader.next_step(nn.Identity())])
+        rows = torch.cat(
+            [
+                batch.batch
+                for _ in range(-(-40 // size))
+                for batch, _ in loader.next_step(nn.Identity())
+            ]
+        )
         seen.add(tuple(rows[rows[:, 0].argsort()].flatten().tolist()))
         loader.close()
         assert (random.getstate()[1], str(numpy.random.get_state())) == before
@@ -317,7 +356,10 @@ def test_tensors_are_read_at_once_through_a_subset_with_any_indices() -> None:
         subset = Subset(whole, indices)  # type: ignore[arg-type]
         (micro,) = steps(0, 1, num_steps=1, dataset=subset, size=2, micro=2)[0]
         expected = default_collate([subset[index] for index in micro.request.indices])
-        assert all(torch.equal(*pair) for pair in zip(micro.batch, expected, strict=True)) and len(micro.batch) == 2
+        assert (
+            all(torch.equal(*pair) for pair in zip(micro.batch, expected, strict=True))
+            and len(micro.batch) == 2
+        )
 
 
 def test_data_set_with_whole_batches_alone_is_no_stream() -> None:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from template_package.config import load_config
 from template_package.dataset import Batch
 from template_package.errors import ConfigError
 from template_package.model import (
@@ -17,6 +16,8 @@ from template_package.model import (
     compute_loss,
     update_metrics,
 )
+
+from conftest import load_config
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
 
@@ -49,8 +50,12 @@ def test_loss_calls_the_model_once() -> None:
 def test_gradient_reaches_every_parameter() -> None:
     model = make_model()
     names = [name for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True)
-    assert [name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()] == []
+    gradients = torch.autograd.grad(
+        compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True
+    )
+    assert [
+        name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()
+    ] == []
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
@@ -62,7 +67,9 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
     most, rest = (torch.autograd.grad(compute_loss(model, part)[0], parameters) for part in parts)
     for expected, *shares in zip(whole, most, rest, strict=True):
         together = (15 * shares[0] + 5 * shares[1]) / 20
-        torch.testing.assert_close(together, expected, rtol=1e-3, atol=1e-6)  # float32, summed in another order
+        torch.testing.assert_close(
+            together, expected, rtol=1e-3, atol=1e-6
+        )  # float32, summed in another order
 
 
 def test_loss_on_one_batch_goes_down() -> None:
@@ -87,7 +94,9 @@ def test_accuracy_counts_over_batches_of_unequal_size() -> None:
     metrics = build_metrics(ModelConfig())
     for targets, predicted in (([0, 1, 2], [0, 1, 2]), ([3], [4])):
         logits = F.one_hot(torch.tensor(predicted), 10).float()
-        update_metrics(metrics, logits, Batch(torch.zeros(len(targets), 1, 8, 8), torch.tensor(targets)))
+        update_metrics(
+            metrics, logits, Batch(torch.zeros(len(targets), 1, 8, 8), torch.tensor(targets))
+        )
     assert {name: value.item() for name, value in metrics.compute().items()} == {"accuracy": 0.75}
 
 

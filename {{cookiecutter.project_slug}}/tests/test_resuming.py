@@ -20,17 +20,29 @@ def assert_equal(first: Any, second: Any, path: str = "") -> int:
         return 1
     if isinstance(first, dict):
         assert first.keys() == second.keys(), path
-        return sum(assert_equal(first[key], second[key], f"{path}.{key}") for key in first if key != "config")
+        return sum(
+            assert_equal(first[key], second[key], f"{path}.{key}")
+            for key in first
+            if key != "config"
+        )
     if isinstance(first, list | tuple):
         assert len(first) == len(second), path
-        return sum(assert_equal(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(first, second, strict=True)))
+        return sum(
+            assert_equal(a, b, f"{path}[{i}]")
+            for i, (a, b) in enumerate(zip(first, second, strict=True))
+        )
     assert first == second, path
     return 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) -> None:
-    words = [*RANDOM, f"device_ids={','.join(['cpu'] * num_ranks)}", "checkpoint.every_steps=5", "loader.num_workers=2"]
+    words = [
+        *RANDOM,
+        f"device_ids={','.join(['cpu'] * num_ranks)}",
+        "checkpoint.every_steps=5",
+        "loader.num_workers=2",
+    ]
     project.run(*words)
     project.rewind("run", 10, "resumed")  # in the middle of the second epoch
     output = project.run(*words, "name=resumed")
@@ -38,15 +50,29 @@ def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) 
     assert project.lines("resumed") == project.lines("run")
     assert project.lines("resumed", "validation") == project.lines("run", "validation")
     first, second = project.checkpoint("run", 21), project.checkpoint("resumed", 21)
-    assert assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks  # weights, AdamW's state, random states
+    assert (
+        assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks
+    )  # weights, AdamW's state, random states
     states = [state["torch"] for state in first["random_states"]]
-    assert len({state.numpy().tobytes() for state in states}) == num_ranks, "each rank draws its own"
+    assert len({state.numpy().tobytes() for state in states}) == num_ranks, (
+        "each rank draws its own"
+    )
 
 
 def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(project: Project) -> None:
-    words = ("model.dtype=float64", "data.dtype=float64", "checkpoint.every_epochs=null", "schedule.name=constant")
+    words = (
+        "model.dtype=float64",
+        "data.dtype=float64",
+        "checkpoint.every_epochs=null",
+        "schedule.name=constant",
+    )
     project.run(*words)
-    for num_ranks, last_step in ((2, 4), (1, 9), (3, 13), (2, 21)):  # each time within an epoch of 7 steps
+    for num_ranks, last_step in (
+        (2, 4),
+        (1, 9),
+        (3, 13),
+        (2, 21),
+    ):  # each time within an epoch of 7 steps
         devices = f"device_ids={','.join(['cpu'] * num_ranks)}"
         project.run(*words, "name=moving", devices, f"training.max_steps={last_step}")
     losses = [line["loss"] for line in project.lines("run")]
@@ -79,10 +105,14 @@ def test_evaluation_that_fails_costs_no_step_and_is_repeated(project: Project) -
     project.append("model.py", FAILING)
     output = project.run("device_ids=cpu,cpu", code=1)
     assert "rank 1 (" in output and "a bug in update_metrics" in output
-    assert [line["step"] for line in project.lines("run")] == [*range(1, 8)] and not project.lines("run", "validation")
+    assert [line["step"] for line in project.lines("run")] == [*range(1, 8)] and not project.lines(
+        "run", "validation"
+    )
     saved = (project.directory("run") / "checkpoints" / "step_00000007.pt").read_bytes()
     output = project.run("device_ids=cpu,cpu", code=1)
-    assert "resuming after step 7" in output and len(project.lines("run")) == 7, "only the evaluation is repeated"
+    assert "resuming after step 7" in output and len(project.lines("run")) == 7, (
+        "only the evaluation is repeated"
+    )
     assert (project.directory("run") / "checkpoints" / "step_00000007.pt").read_bytes() == saved
 
     shutil.copy(project.folder / "whole.py", path)
@@ -97,7 +127,11 @@ def test_rules_for_the_same_name_again(project: Project) -> None:
     complete = project.run()
     assert "run run is complete: 21 steps" in complete and "raise training.epochs" in complete
     changed = project.run("optimizer.learning_rate=1", "seed=7", code=2)
-    assert "optimizer.learning_rate: 0.01 -> 1.0" in changed and "seed: 42 -> 7" in changed and "name=" in changed
+    assert (
+        "optimizer.learning_rate: 0.01 -> 1.0" in changed
+        and "seed: 42 -> 7" in changed
+        and "name=" in changed
+    )
     assert "checkpoint.resume=never" in project.run("checkpoint.resume=never", code=2)
     before = project.lines("run")
     longer = project.run("training.epochs=4", "logging.every_steps=2", "launch.timeout_minutes=9")
@@ -108,9 +142,14 @@ def test_rules_for_the_same_name_again(project: Project) -> None:
 
 def test_flipped_bit_in_a_checkpoint_is_found_and_the_one_before_is_taken(project: Project) -> None:
     project.run()
-    path, before = project.directory("run") / "checkpoints" / "step_00000021.pt", project.lines("run")
+    path, before = (
+        project.directory("run") / "checkpoints" / "step_00000021.pt",
+        project.lines("run"),
+    )
     content = bytearray(path.read_bytes())
-    content[content.index(project.checkpoint("run", 21)["model"]["0.weight"].numpy().tobytes())] ^= 1
+    content[
+        content.index(project.checkpoint("run", 21)["model"]["0.weight"].numpy().tobytes())
+    ] ^= 1
     path.write_bytes(content)
     damaged = project.run()
     assert "step_00000021.pt cannot be used" in damaged and "resuming after step 14" in damaged

@@ -11,9 +11,15 @@ def test_smoke_passes_and_leaves_nothing(project: Project) -> None:
     (project.folder / "folder").mkdir()
     (project.folder / "folder" / "numbers.txt").write_text("1 2 3", encoding="utf-8")
     before = sorted(path.name for path in project.folder.iterdir())
-    words = ("training.sync_batchnorm=true", "training.micro_batch_size=4", "ddp.gradient_compression=bf16")
+    words = (
+        "training.sync_batchnorm=true",
+        "training.micro_batch_size=4",
+        "ddp.gradient_compression=bf16",
+    )
     output = project.run("smoke", *words)
-    assert output.splitlines()[-1].startswith("smoke test: PASSED (2 gloo ranks on CPU trained, saved step 2")
+    assert output.splitlines()[-1].startswith(
+        "smoke test: PASSED (2 gloo ranks on CPU trained, saved step 2"
+    )
     assert "evaluated 37 samples" in output
     assert sorted(path.name for path in project.folder.iterdir()) == before
 

@@ -27,7 +27,9 @@ def reference_run(
     """Train with a plain PyTorch loop that shares only the sample order with the package. Return losses and weights."""
     torch.manual_seed(42)
     lengths: dict[str, Any] = {"min_length": 0, "max_length": 9} if is_weighted else {}
-    data = workload_data.Numbers(workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0)
+    data = workload_data.Numbers(
+        workload_data.DataConfig(dtype=dtype, **lengths), NUM_SAMPLES, 1, 0.0
+    )
     model = workload_model.build_model(workload_model.ModelConfig(dtype=dtype))
     matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01}
     vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
@@ -62,8 +64,17 @@ def assert_matches(
 
 
 def settings(num_ranks: int, *words: str) -> list[str]:
-    fixed = [f"training.epochs={EPOCHS}", f"training.max_gradient_norm={MAX_NORM}", "schedule.name=constant"]
-    return [f"device_ids={','.join(['cpu'] * num_ranks)}", *fixed, "checkpoint.every_epochs=null", *words]
+    fixed = [
+        f"training.epochs={EPOCHS}",
+        f"training.max_gradient_norm={MAX_NORM}",
+        "schedule.name=constant",
+    ]
+    return [
+        f"device_ids={','.join(['cpu'] * num_ranks)}",
+        *fixed,
+        "checkpoint.every_epochs=null",
+        *words,
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -88,7 +99,9 @@ def test_ranks_match_one_process(project: Project, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_loss_weight_gives_the_mean_over_what_it_counts(project: Project, num_ranks: int) -> None:
-    project.append("model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()")
+    project.append(
+        "model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()"
+    )
     words = ["model.is_weighted=true", "data.min_length=0", "data.max_length=9"]
     cases = {
         f"{dtype}-{size}": settings(
@@ -108,12 +121,16 @@ def test_loss_weight_gives_the_mean_over_what_it_counts(project: Project, num_ra
         dtype = name.partition("-")[0]
         assert_matches(project, name, references[dtype], TOLERANCES[dtype])
         whole = project.lines(f"{dtype}-16", "validation")[-1]["loss"]
-        assert project.lines(name, "validation")[-1]["loss"] == pytest.approx(whole, rel=TOLERANCES[dtype])
+        assert project.lines(name, "validation")[-1]["loss"] == pytest.approx(
+            whole, rel=TOLERANCES[dtype]
+        )
 
 
 def test_rank_without_samples_meets_the_same_collectives(project: Project) -> None:
     project.run(*settings(3, *DOUBLE, "training.global_batch_size=2"))
-    assert_matches(project, "run", reference_run("float64", global_batch_size=2), TOLERANCES["float64"])
+    assert_matches(
+        project, "run", reference_run("float64", global_batch_size=2), TOLERANCES["float64"]
+    )
 
 
 def test_summary_and_epochs_are_counted(project: Project) -> None:
@@ -124,7 +141,10 @@ def test_summary_and_epochs_are_counted(project: Project) -> None:
         "strategy": "ddp", "precision": "fp32", "global_batch_size": 16, "micro_batch_size": 8,
     }  # fmt: skip
     assert summary | expected == summary
-    assert summary["startup_seconds"] > summary["train_seconds"] > 0 and len(summary["peak_memory_mib"]) == 2
+    assert (
+        summary["startup_seconds"] > summary["train_seconds"] > 0
+        and len(summary["peak_memory_mib"]) == 2
+    )
     assert [line["step"] for line in project.lines("run")] == [5, 7, 10, 14, 15, 20, 21]
     assert [line["epoch"] for line in project.lines("run")] == [1, 1, 2, 2, 3, 3, 3]
     validation = project.lines("run", "validation")

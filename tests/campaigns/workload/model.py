@@ -28,7 +28,13 @@ def mark(letter: str) -> None:
 
 def build_model(config: ModelConfig) -> nn.Module:
     width = config.width
-    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, width), nn.Linear(width, 1))
+    model = nn.Sequential(
+        nn.Linear(8, width),
+        nn.Tanh(),
+        nn.Dropout(0.2),
+        nn.Linear(width, width),
+        nn.Linear(width, 1),
+    )
     model.register_state_dict_pre_hook(lambda *_: mark("w"))  # a checkpoint is about to be written
     return model
 

@@ -24,30 +24,43 @@ class ModelConfig:
     channels: Annotated[int, Field(multiple_of=8, gt=0)] = 32  # 8 groups of GroupNorm
     num_blocks: list[Annotated[int, Field(ge=1)]] = field(default_factory=lambda: [1, 1, 1])
     stem_stride: Annotated[int, Field(ge=1, le=8)] = 1
-    class_names: list[str] = field(default_factory=list)  # filled in below; a checkpoint with other classes is refused
+    class_names: list[str] = field(
+        default_factory=list
+    )  # filled in below; a checkpoint with other classes is refused
 
     def __post_init__(self) -> None:
         library = (self.pretrained or "").partition(":")[0]
         if library and find_spec(library) is None:
             command = f"python -m pip install -c constraints.txt torch torchvision{' timm' * (library == 'timm')}"
-            raise ValueError(f"pretrained={self.pretrained}: {library} is not installed. Run {command}")
+            raise ValueError(
+                f"pretrained={self.pretrained}: {library} is not installed. Run {command}"
+            )
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
     """Unless class names are given, use the sorted names of the class folders. This runs when the config is read."""
     if not data.class_names:
-        data.class_names = sorted({path.name for folders in find_splits(data).values() for path in folders})
+        data.class_names = sorted(
+            {path.name for folders in find_splits(data).values() for path in folders}
+        )
     model.class_names = data.class_names
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """Build the network, which maps (B, 3, image_size, image_size) images to (B, num_classes) logits."""
-    num_classes, (library, _, name) = len(config.class_names), (config.pretrained or "").partition(":")
+    num_classes, (library, _, name) = (
+        len(config.class_names),
+        (config.pretrained or "").partition(":"),
+    )
     if library == "timm":
-        network: nn.Module = import_module(library).create_model(name, pretrained=True, num_classes=num_classes)
+        network: nn.Module = import_module(library).create_model(
+            name, pretrained=True, num_classes=num_classes
+        )
     elif library == "torchvision":
         network = import_module("torchvision.models").get_model(name, weights="DEFAULT")
-        last, layer = [named for named in network.named_modules() if isinstance(named[1], nn.Linear)][-1]
+        last, layer = [
+            named for named in network.named_modules() if isinstance(named[1], nn.Linear)
+        ][-1]
         network.set_submodule(last, nn.Linear(layer.in_features, num_classes))
     else:  # a residual network (He et al. 2016, arXiv:1512.03385): each stage but the first halves height and width
         width, stride = config.channels, config.stem_stride
@@ -57,7 +70,9 @@ def build_model(config: ModelConfig) -> nn.Module:
                 stride = 2 if stage and not block else 1
                 layers.append(Block(width, width * stride, stride))
                 width *= stride
-        network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes))
+        network = nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
+        )
     return network
 
 
@@ -66,7 +81,10 @@ class Block(nn.Module):
 
     def __init__(self, num_inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.second = convolution(num_inputs, width, 3, stride), convolution(width, width, 3, 1)
+        self.first, self.second = (
+            convolution(num_inputs, width, 3, stride),
+            convolution(width, width, 3, 1),
+        )
         self.shortcut = convolution(num_inputs, width, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -75,12 +93,16 @@ class Block(nn.Module):
 
 def convolution(num_inputs: int, width: int, size: int, stride: int) -> nn.Module:
     # GroupNorm sees one sample at a time. BatchNorm's statistics would depend on how a batch is cut among devices.
-    return nn.Sequential(nn.Conv2d(num_inputs, width, size, stride, size // 2, bias=False), nn.GroupNorm(8, width))
+    return nn.Sequential(
+        nn.Conv2d(num_inputs, width, size, stride, size // 2, bias=False), nn.GroupNorm(8, width)
+    )
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of one micro-batch, weighted by class, and the (B, num_classes) logits."""
-    logits = model(batch.inputs)  # once, and no part of the model: under DDP this call averages the gradients
+    logits = model(
+        batch.inputs
+    )  # once, and no part of the model: under DDP this call averages the gradients
     losses = F.cross_entropy(logits, batch.targets, reduction="none")
     return (losses * batch.weights).sum() / batch.weights.sum(), logits
 
@@ -98,12 +120,16 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def build_metrics(config: ModelConfig) -> Any:
     """Build the metrics that evaluation reports. The confusion_matrix is written to reports/."""
-    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics import (
+        MetricCollection,
+    )  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     num_classes = len(config.class_names)
     accuracy = MulticlassAccuracy(num_classes, average="micro")
-    return MetricCollection({"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(num_classes)})
+    return MetricCollection(
+        {"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(num_classes)}
+    )
 
 
 def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:

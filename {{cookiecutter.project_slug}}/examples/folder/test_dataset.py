@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
-from template_package.dataset import DataConfig, build_datasets, write_digits
+from template_package.dataset import (
+    DataConfig,
+    build_datasets,
+    write_digits,
+)
 
 
-def test_splits_are_disjoint_and_a_missing_class_neither_moves_nor_renumbers_images(tmp_path: Path) -> None:
+def test_splits_are_disjoint_and_a_missing_class_neither_moves_nor_renumbers_images(
+    tmp_path: Path,
+) -> None:
     write_digits(tmp_path / "digits")
     config = DataConfig(folder=str(tmp_path / "digits"), class_names=[*"0123456789"])
     train, validation = ({*images.samples} for images in build_datasets(config))

@@ -32,7 +32,9 @@ class DataConfig:
 
     train_file: str = "hamlet.txt"
     """A relative path starts in the folder of run.py. To train on several texts, join them: cat *.txt > all.txt"""
-    validation_file: str | None = None  # None: the last part of train_file, validation_fraction of it
+    validation_file: str | None = (
+        None  # None: the last part of train_file, validation_fraction of it
+    )
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     block_size: Annotated[int, Field(ge=1)] = 128  # tokens that the model sees at once
 
@@ -63,7 +65,9 @@ class Blocks(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """Return a whole batch. This is faster than stacking single samples."""
-        indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(self.size + 1)  # (B, T + 1)
+        indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(
+            self.size + 1
+        )  # (B, T + 1)
         tokens = torch.from_numpy(self.tokens[indices_of_tokens].astype(numpy.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 
@@ -72,7 +76,9 @@ def build_datasets(config: DataConfig) -> tuple[Blocks, Blocks]:
     """Return training blocks, which start at every token, and validation blocks, which do not overlap."""
     train, size = read_tokens(config.train_file), config.block_size
     if config.validation_file is None:
-        train, validation = numpy.split(train, [round((1 - config.validation_fraction) * len(train))])
+        train, validation = numpy.split(
+            train, [round((1 - config.validation_fraction) * len(train))]
+        )
     else:
         validation = read_tokens(config.validation_file)
     # For billions of tokens write `size` in place of 1: the blocks do not overlap, and an epoch reads each token once.
@@ -85,7 +91,9 @@ def read_tokens(name: str) -> Tokens:
     try:
         return numpy.memmap(path, numpy.uint16 if name.endswith(".bin") else numpy.uint8, mode="r")
     except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise ConfigError(f"data: cannot read {path}: {error}. Name a text, or a .bin of token ids.") from None
+        raise ConfigError(
+            f"data: cannot read {path}: {error}. Name a text, or a .bin of token ids."
+        ) from None
 
 
 def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str]]:
@@ -98,4 +106,6 @@ def read_inputs(source: str, config: DataConfig) -> tuple[list[Tensor], list[str
 
 def collate(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return prompts padded to (B, L), and the length of each prompt, (B,). Only `run.py predict` needs this."""
-    return pad_sequence(prompts, batch_first=True), torch.tensor([len(prompt) for prompt in prompts])
+    return pad_sequence(prompts, batch_first=True), torch.tensor(
+        [len(prompt) for prompt in prompts]
+    )

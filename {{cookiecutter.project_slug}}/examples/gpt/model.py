@@ -20,8 +20,16 @@ from .dataset import Batch, DataConfig, decode, encode
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
-NUM_NEW_TOKENS, TEMPERATURE = 200, 0.8  # of a continuation; a lower temperature keeps to what is likely
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}  # NVIDIA's, dense bf16; add your GPU
+NUM_NEW_TOKENS, TEMPERATURE = (
+    200,
+    0.8,
+)  # of a continuation; a lower temperature keeps to what is likely
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+}  # NVIDIA's, dense bf16; add your GPU
 logger = logging.getLogger(__name__)
 
 
@@ -50,12 +58,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}.")
+            raise ValueError(
+                f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}."
+            )
 
 
 def complete_config(model: ModelConfig, data: DataConfig) -> None:
     """If vocabulary_size or block_size is 0, set it to fit `data`. This runs when the config is read."""
-    model.vocabulary_size = model.vocabulary_size or (50304 if data.train_file.endswith(".bin") else 256)
+    model.vocabulary_size = model.vocabulary_size or (
+        50304 if data.train_file.endswith(".bin") else 256
+    )
     model.block_size = model.block_size or data.block_size
 
 
@@ -66,16 +78,26 @@ class Block(nn.Module):
         super().__init__()
         size, self.num_heads = config.hidden_size, config.num_heads
         self.norm1, self.norm2 = nn.LayerNorm(size, bias=False), nn.LayerNorm(size, bias=False)
-        self.attention, self.attention_output = nn.Linear(size, 3 * size, bias=False), nn.Linear(size, size, bias=False)
-        self.mlp, self.mlp_output = nn.Linear(size, 4 * size, bias=False), nn.Linear(4 * size, size, bias=False)
+        self.attention, self.attention_output = (
+            nn.Linear(size, 3 * size, bias=False),
+            nn.Linear(size, size, bias=False),
+        )
+        self.mlp, self.mlp_output = (
+            nn.Linear(size, 4 * size, bias=False),
+            nn.Linear(4 * size, size, bias=False),
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         parts = self.attention(self.norm1(hidden)).unflatten(2, (3, self.num_heads, -1))
-        query, key, value = parts.permute(2, 0, 3, 1, 4)  # (B, T, 3, heads, size/heads) -> 3 of (B, heads, T, …)
+        query, key, value = parts.permute(
+            2, 0, 3, 1, 4
+        )  # (B, T, 3, heads, size/heads) -> 3 of (B, heads, T, …)
         dropout = self.dropout.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        hidden = hidden + self.dropout(self.attention_output(mixed.transpose(1, 2).flatten(2)))  # (B, T, size)
+        hidden = hidden + self.dropout(
+            self.attention_output(mixed.transpose(1, 2).flatten(2))
+        )  # (B, T, size)
         return hidden + self.dropout(self.mlp_output(F.gelu(self.mlp(self.norm2(hidden)))))
 
 
@@ -85,22 +107,38 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, self.block_size = config.hidden_size, config.block_size
-        self.tokens, self.positions = nn.Embedding(config.vocabulary_size, size), nn.Embedding(self.block_size, size)
+        self.tokens, self.positions = (
+            nn.Embedding(config.vocabulary_size, size),
+            nn.Embedding(self.block_size, size),
+        )
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))  # fsdp shards them one by one
+        self.blocks = nn.ModuleList(
+            Block(config) for _ in range(config.num_layers)
+        )  # fsdp shards them one by one
         self.norm = nn.LayerNorm(size, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim > 1:  # weights that add to `hidden` begin smaller, the more layers there are
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02)
+            if (
+                weight.ndim > 1
+            ):  # weights that add to `hidden` begin smaller, the more layers there are
+                nn.init.normal_(
+                    weight,
+                    std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02,
+                )
         # Forward, backward and attention (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-        num_weights = sum(weight.numel() for weight in self.parameters()) - self.positions.weight.numel()
+        num_weights = (
+            sum(weight.numel() for weight in self.parameters()) - self.positions.weight.numel()
+        )
         self.flops_per_token = 6 * num_weights + 12 * config.num_layers * size * self.block_size
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])  # (B, T, size)
+        hidden = self.dropout(
+            self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
+        )  # (B, T, size)
         for block in self.blocks:
             hidden = block(hidden)
-        return F.linear(self.norm(hidden), self.tokens.weight)  # input and output share the embedding
+        return F.linear(
+            self.norm(hidden), self.tokens.weight
+        )  # input and output share the embedding
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -109,14 +147,18 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy per token of one micro-batch, in nats, and the (B, T, vocabulary_size) logits."""
-    logits = model(batch.inputs)  # `model(...)` itself, and once: under DDP gradients are averaged through that call
+    logits = model(
+        batch.inputs
+    )  # `model(...)` itself, and once: under DDP gradients are averaged through that call
     speed.num_tokens += batch.inputs.numel()
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()), logits
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
     """Return no metrics. Evaluation reports only the loss, so update_metrics has nothing to do."""
-    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics import (
+        MetricCollection,
+    )  # here, since the import takes a second that training need not wait for
 
     return MetricCollection({})
 
@@ -131,18 +173,28 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
     Each prompt seeds its own random numbers, so other prompts and the number of ranks do not change its continuation.
     """
     size: Any = model.block_size
-    generators, starts = [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()], lengths.tolist()
+    generators, starts = (
+        [torch.Generator().manual_seed(n) for n in tokens.sum(1).tolist()],
+        lengths.tolist(),
+    )
     rows, offsets = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
     tokens = F.pad(tokens, (0, NUM_NEW_TOKENS + size))
     for _ in range(NUM_NEW_TOKENS):
-        first = (lengths - size).clamp(min=0)  # of the window that the model sees; padding is behind the last token
+        first = (lengths - size).clamp(
+            min=0
+        )  # of the window that the model sees; padding is behind the last token
         window = tokens.gather(1, first[:, None] + offsets)  # (B, size)
         logits = model(window)[rows, lengths - first - 1].float()  # (B, vocabulary_size)
-        noise = torch.stack([torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators])
+        noise = torch.stack(
+            [torch.empty(logits.shape[1]).exponential_(generator=g) for g in generators]
+        )
         # The largest sum with noise of Gumbel's distribution is a draw from the softmax.
         tokens[rows, lengths] = (logits / TEMPERATURE - noise.to(logits.device).log()).argmax(1)
         lengths = lengths + 1
-    return [decode(row[start : start + NUM_NEW_TOKENS].tolist()) for row, start in zip(tokens, starts, strict=True)]
+    return [
+        decode(row[start : start + NUM_NEW_TOKENS].tolist())
+        for row, start in zip(tokens, starts, strict=True)
+    ]
 
 
 def predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:

@@ -5,16 +5,26 @@ from pathlib import Path
 import numpy
 import pytest
 
-from template_package.dataset import DataConfig, build_datasets, collate, decode, read_inputs
+from template_package.dataset import (
+    DataConfig,
+    build_datasets,
+    collate,
+    decode,
+    read_inputs,
+)
 from template_package.errors import ConfigError
 
 
-def test_targets_are_the_next_tokens_and_validation_asks_for_each_token_once(tmp_path: Path) -> None:
+def test_targets_are_the_next_tokens_and_validation_asks_for_each_token_once(
+    tmp_path: Path,
+) -> None:
     numpy.arange(300, 400, dtype=numpy.uint16).tofile(tmp_path / "tokens.bin")
     numpy.arange(100, dtype=numpy.uint8).tofile(tmp_path / "text")
     for name, zero in (("tokens.bin", 300), ("text", 0)):
         config = DataConfig(str(tmp_path / name), validation_fraction=0.3, block_size=8)
-        train, validation = (data.__getitems__([*range(len(data))]) for data in build_datasets(config))
+        train, validation = (
+            data.__getitems__([*range(len(data))]) for data in build_datasets(config)
+        )
         assert (train.inputs - zero).tolist() == [[*range(first, first + 8)] for first in range(62)]
         assert train.targets.equal(train.inputs + 1)
         assert (validation.targets - zero).flatten().tolist() == [*range(71, 95)]

@@ -28,11 +28,16 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole_and_every_weight_has_o
     model, batch = make()
     loss, rest = compute_loss(model, batch)[0], len(batch.inputs) - 10
     assert abs(loss.item() - 5.545) < 0.1  # log(256): at first all tokens are alike
-    cut = [compute_loss(model, Batch(*(field[rows] for field in batch)))[0] for rows in (slice(10), slice(10, None))]
+    cut = [
+        compute_loss(model, Batch(*(field[rows] for field in batch)))[0]
+        for rows in (slice(10), slice(10, None))
+    ]
     whole, *parts = (torch.autograd.grad(part, [*model.parameters()]) for part in (loss, *cut))
     for expected, first, second in zip(whole, *parts, strict=True):
         assert expected.any()
-        torch.testing.assert_close((10 * first + rest * second) / (10 + rest), expected, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            (10 * first + rest * second) / (10 + rest), expected, rtol=1e-3, atol=1e-6
+        )
 
 
 def test_what_was_learned_is_continued_whatever_stands_beside_it_in_the_batch() -> None:
@@ -42,7 +47,9 @@ def test_what_was_learned_is_continued_whatever_stands_beside_it_in_the_batch() 
         optimizer.zero_grad()
         compute_loss(model, batch)[0].backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    prompts = [torch.tensor(encode((TEXT * 3)[start:end])) for start, end in ((0, 16), (3, 40), (5, 21))]
+    prompts = [
+        torch.tensor(encode((TEXT * 3)[start:end])) for start, end in ((0, 16), (3, 40), (5, 21))
+    ]
     together = generate(model, *collate(prompts))
     assert together == [generate(model, *collate([prompt]))[0] for prompt in prompts]
     for prompt, text in zip(prompts, together, strict=True):

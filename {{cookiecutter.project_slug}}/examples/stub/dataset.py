@@ -58,8 +58,12 @@ class Samples(Dataset[Batch]):
 
 def build_datasets(config: DataConfig) -> tuple[Samples, Samples]:
     """REPLACE. Return the training set, the validation set and, if you want one, a test set (evaluation.split=test)."""
-    generator = torch.Generator().manual_seed(0)  # not the run's seed: runs with different seeds see the same data
-    first, second = (torch.randn(config.num_samples, width, generator=generator) for width in NUM_FEATURES)
+    generator = torch.Generator().manual_seed(
+        0
+    )  # not the run's seed: runs with different seeds see the same data
+    first, second = (
+        torch.randn(config.num_samples, width, generator=generator) for width in NUM_FEATURES
+    )
     noise = config.noise * torch.randn(config.num_samples, generator=generator)
     targets = first.mean(1) * second.sum(1) + noise
     num_validation = max(1, config.num_samples // 5)

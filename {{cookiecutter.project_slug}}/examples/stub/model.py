@@ -38,7 +38,9 @@ class TwoInputs(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         features = torch.cat((first, second), dim=1)  # (B, 11)
         prediction: Tensor = self.output(F.gelu(self.hidden(features)))
-        return prediction.squeeze(1)  # (B, 1) -> (B,), as the targets: else the loss would broadcast to (B, B)
+        return prediction.squeeze(
+            1
+        )  # (B, 1) -> (B,), as the targets: else the loss would broadcast to (B, B)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -61,7 +63,9 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
     For a classifier, write {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
     `evaluation.metric: accuracy` and `evaluation.mode: max`.
     """
-    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics import (
+        MetricCollection,
+    )  # here, since the import takes a second that training need not wait for
 
     return MetricCollection({})
 

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from template_package.config import load_config
-from template_package.dataset import NUM_FEATURES, Batch, DataConfig, Samples, build_datasets
+from template_package.dataset import (
+    NUM_FEATURES,
+    Batch,
+    DataConfig,
+    Samples,
+    build_datasets,
+)
 from template_package.errors import ConfigError
+
+from conftest import load_config
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
 
@@ -44,7 +51,11 @@ def test_a_batch_fetched_at_once_equals_the_items_stacked() -> None:
     stacked = default_collate([train[5], train[0], train[7]])
     assert type(at_once) is type(stacked) is Batch
     assert all(torch.equal(*fields) for fields in zip(at_once, stacked, strict=True))
-    assert [tuple(field.shape) for field in at_once] == [(3, NUM_FEATURES[0]), (3, NUM_FEATURES[1]), (3,)]
+    assert [tuple(field.shape) for field in at_once] == [
+        (3, NUM_FEATURES[0]),
+        (3, NUM_FEATURES[1]),
+        (3,),
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["num_samples=1", "noise=-1"])

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from template_package.config import load_config
 from template_package.dataset import NUM_FEATURES, Batch
 from template_package.errors import ConfigError
-from template_package.model import ModelConfig, build_metrics, build_model, compute_loss
+from template_package.model import (
+    ModelConfig,
+    build_metrics,
+    build_model,
+    compute_loss,
+)
+
+from conftest import load_config
 
 CONFIG_YAML = Path(__file__).parents[1] / "config.yaml"
 
@@ -42,8 +48,12 @@ def test_loss_calls_the_model_once() -> None:
 def test_gradient_reaches_every_parameter() -> None:
     model = make_model()
     names = [name for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True)
-    assert [name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()] == []
+    gradients = torch.autograd.grad(
+        compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True
+    )
+    assert [
+        name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()
+    ] == []
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
@@ -58,7 +68,9 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
     most, rest = (torch.autograd.grad(compute_loss(model, part)[0], parameters) for part in parts)
     for expected, *shares in zip(whole, most, rest, strict=True):
         together = (15 * shares[0] + 5 * shares[1]) / 20
-        torch.testing.assert_close(together, expected, rtol=1e-3, atol=1e-6)  # float32, summed in another order
+        torch.testing.assert_close(
+            together, expected, rtol=1e-3, atol=1e-6
+        )  # float32, summed in another order
 
 
 def test_loss_on_one_batch_goes_down() -> None:

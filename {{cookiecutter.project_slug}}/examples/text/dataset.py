@@ -53,14 +53,24 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.train_fraction < 1:
-            raise ValueError(f"train_fraction={self.train_fraction}: must be between 0 and 1. Set 0.8, for example.")
-        limits = {"max_rows": (2, 2**63 - 1), "max_length": (1, 100_000), "vocabulary_size": (10, 1_000_000)}
+            raise ValueError(
+                f"train_fraction={self.train_fraction}: must be between 0 and 1. Set 0.8, for example."
+            )
+        limits = {
+            "max_rows": (2, 2**63 - 1),
+            "max_length": (1, 100_000),
+            "vocabulary_size": (10, 1_000_000),
+        }
         for key, (lowest, highest) in limits.items():
             value = getattr(self, key)
             if value is not None and not lowest <= value <= highest:
-                raise ValueError(f"{key}={value}: must be from {lowest} to {highest}. Set one of these.")
+                raise ValueError(
+                    f"{key}={value}: must be from {lowest} to {highest}. Set one of these."
+                )
         if len(set(self.label_names)) < max(2, len(self.label_names)):
-            raise ValueError(f"label_names={','.join(self.label_names)}: must be two or more different names.")
+            raise ValueError(
+                f"label_names={','.join(self.label_names)}: must be two or more different names."
+            )
         require_transformers("tokenizer", self.tokenizer)
 
 
@@ -102,7 +112,10 @@ class Sentences(Dataset[Batch]):
     """
 
     def __init__(
-        self, rows: list[tuple[str, int]], encode: "Vocabulary | PretrainedTokenizer", config: DataConfig
+        self,
+        rows: list[tuple[str, int]],
+        encode: "Vocabulary | PretrainedTokenizer",
+        config: DataConfig,
     ) -> None:
         self.encoded = [encode(text) for text, _ in rows]
         self.targets = torch.tensor([label for _, label in rows])
@@ -115,8 +128,12 @@ class Sentences(Dataset[Batch]):
     def __getitems__(self, indices: list[int]) -> Batch:
         """Return a whole batch. This is faster than stacking single samples."""
         rows = torch.tensor(indices)
-        inputs = pad_sequence([self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding)
-        mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(1)  # (L,) < (B, 1) -> (B, L)
+        inputs = pad_sequence(
+            [self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding
+        )
+        mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(
+            1
+        )  # (L,) < (B, 1) -> (B, L)
         return Batch(inputs, mask, self.targets[rows])
 
 
@@ -133,22 +150,38 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
     `source` is a file or a sentence. The targets are all 0 and are not used.
     """
     texts = read_texts(Path(source)) if names_file(source) else [source]
-    if any("\ud800" <= char <= "\udfff" for char in texts[0]):  # what Python makes of other bytes in an argument
-        raise ConfigError(f"predict {one_line(source)}: is not UTF-8. Type it in a terminal that is set to UTF-8.")
-    encode = build_encoder(config, [] if config.tokenizer else [text for text, _ in read_splits(config)[0]])
+    if any(
+        "\ud800" <= char <= "\udfff" for char in texts[0]
+    ):  # what Python makes of other bytes in an argument
+        raise ConfigError(
+            f"predict {one_line(source)}: is not UTF-8. Type it in a terminal that is set to UTF-8."
+        )
+    encode = build_encoder(
+        config, [] if config.tokenizer else [text for text, _ in read_splits(config)[0]]
+    )
     return Sentences([(text, 0) for text in texts], encode, config), texts
 
 
 def names_file(source: str) -> bool:
     """Return True if `source` is a file or looks like a file's name. If there is no such file, read_texts() says so."""
     # The name of a missing file beyond ASCII must end as in READERS: 价格是3.5元 and 再来一次...好吗 are sentences.
-    is_there = os.path.exists(source) and not os.path.isdir(source)  # Path.exists() raises for a name that is too long
-    return is_there or Path(source).suffix in READERS or re.fullmatch(r"[!-~]+\.[A-Za-z]{2,8}", source) is not None
+    is_there = os.path.exists(source) and not os.path.isdir(
+        source
+    )  # Path.exists() raises for a name that is too long
+    return (
+        is_there
+        or Path(source).suffix in READERS
+        or re.fullmatch(r"[!-~]+\.[A-Za-z]{2,8}", source) is not None
+    )
 
 
 def read_splits(config: DataConfig) -> list[list[tuple[str, int]]]:
     """Return lists of (text, class id) rows for training, for validation and, if there is a test file, for testing."""
-    names = [name for name in (config.train_file, config.validation_file, config.test_file) if name is not None]
+    names = [
+        name
+        for name in (config.train_file, config.validation_file, config.test_file)
+        if name is not None
+    ]
     root = Path(__file__).parents[1]
     splits = [read_rows(root / name, config.label_names, config.max_rows) for name in names]
     if config.validation_file is None:
@@ -192,7 +225,9 @@ class Vocabulary:
         """Return (L, 2) int64: the id of each token, and the id of its pair with the token before it."""
         tokens = tokenize(text)[: self.max_length] or [""]
         singles = [self.numbers.get(token, UNKNOWN) for token in tokens]
-        return torch.tensor([singles, [self.numbers.get(pair, PADDING) for pair in pairs(tokens)]]).T
+        return torch.tensor(
+            [singles, [self.numbers.get(pair, PADDING) for pair in pairs(tokens)]]
+        ).T
 
 
 class PretrainedTokenizer:
@@ -208,7 +243,9 @@ class PretrainedTokenizer:
 
     def __call__(self, text: str) -> Tensor:
         """Return the ids of the text's tokens: (L, 1) int64."""
-        return torch.tensor(self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]).unsqueeze(1)
+        return torch.tensor(
+            self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+        ).unsqueeze(1)
 
 
 def pairs(tokens: list[str]) -> list[str]:

@@ -48,12 +48,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dropout", "embedding_dropout", "token_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to below 1. Set 0.1, for example.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be from 0 to below 1. Set 0.1, for example."
+                )
         limits = {"num_members": (1, 100), "hidden_size": (1, 16_384), "num_layers": (1, 1000)}
-        limits |= {"num_classes": (0, 100_000), "vocabulary_size": (0, 1_000_000), "max_length": (0, 100_000)}
+        limits |= {
+            "num_classes": (0, 100_000),
+            "vocabulary_size": (0, 1_000_000),
+            "max_length": (0, 100_000),
+        }
         for name, (lowest, highest) in limits.items():
             if not lowest <= getattr(self, name) <= highest:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from {lowest} to {highest}. Set one of these.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: must be from {lowest} to {highest}. Set one of these."
+                )
         if self.num_heads < 1 or self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size={self.hidden_size}: must be a multiple of num_heads={self.num_heads}, which is at least "
@@ -76,12 +84,16 @@ def complete_config(model: ModelConfig, data: DataConfig) -> None:
             )
     if model.num_classes != len(data.label_names):
         names = f"data.label_names has {len(data.label_names)} names"
-        raise ValueError(f"model.num_classes={model.num_classes}: {names}. Leave model.num_classes out of the config.")
+        raise ValueError(
+            f"model.num_classes={model.num_classes}: {names}. Leave model.num_classes out of the config."
+        )
 
 
 def build_model(config: ModelConfig) -> nn.Module:
     """Build the network, which maps (B, L, 2) ids and a (B, L) mask to (B, num_members, num_classes) logits."""
-    return Pretrained(config.pretrained, config.num_classes) if config.pretrained else Ensemble(config)
+    return (
+        Pretrained(config.pretrained, config.num_classes) if config.pretrained else Ensemble(config)
+    )
 
 
 class Ensemble(nn.Module):
@@ -109,12 +121,21 @@ class SentenceEncoder(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(config.max_length, size))
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                size, config.num_heads, 2 * size, config.dropout, F.gelu, batch_first=True, norm_first=True
+                size,
+                config.num_heads,
+                2 * size,
+                config.dropout,
+                F.gelu,
+                batch_first=True,
+                norm_first=True,
             )
             for _ in range(config.num_layers)
         )
         self.norm, self.output = nn.LayerNorm(size), nn.Linear(size, config.num_classes)
-        self.dropout, self.embedding_dropout = nn.Dropout(config.dropout), nn.Dropout(config.embedding_dropout)
+        self.dropout, self.embedding_dropout = (
+            nn.Dropout(config.dropout),
+            nn.Dropout(config.embedding_dropout),
+        )
         self.token_dropout = config.token_dropout
         nn.init.normal_(self.embedding.weight, std=0.1)
         with torch.no_grad():
@@ -122,12 +143,16 @@ class SentenceEncoder(nn.Module):
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         if self.training:
-            inputs = inputs.masked_fill(torch.rand(inputs.shape, device=inputs.device) < self.token_dropout, PADDING)
+            inputs = inputs.masked_fill(
+                torch.rand(inputs.shape, device=inputs.device) < self.token_dropout, PADDING
+            )
         hidden = self.embedding(inputs).sum(2)  # (B, L, 2, size) -> (B, L, size)
         hidden = self.embedding_dropout(hidden + self.positions[: hidden.shape[1]])
         for layer in self.layers:
             hidden = layer(hidden, src_key_padding_mask=~mask)
-        weights = mask.unsqueeze(2) / mask.sum(1)[:, None, None]  # (B, L, 1): no mean over what is padded
+        weights = (
+            mask.unsqueeze(2) / mask.sum(1)[:, None, None]
+        )  # (B, L, 1): no mean over what is padded
         logits: Tensor = self.output(self.dropout((self.norm(hidden) * weights).sum(1)))
         return logits
 
@@ -156,7 +181,9 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     Call `model(...)` exactly once, not one of its methods: DDP needs that call to average the gradients.
     """
     logits = model(batch.inputs, batch.mask)
-    targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])  # (B, num_members): each learns by itself
+    targets = batch.targets.unsqueeze(1).expand(
+        -1, logits.shape[1]
+    )  # (B, num_members): each learns by itself
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), vote(logits)
 
 
@@ -176,11 +203,15 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """
-    from torchmetrics import MetricCollection  # here, since the import takes a second that training need not wait for
+    from torchmetrics import (
+        MetricCollection,
+    )  # here, since the import takes a second that training need not wait for
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     accuracy = MulticlassAccuracy(config.num_classes, average="micro")
-    return MetricCollection({"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(config.num_classes)})
+    return MetricCollection(
+        {"accuracy": accuracy, "confusion_matrix": MulticlassConfusionMatrix(config.num_classes)}
+    )
 
 
 def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: Batch) -> None:

@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[1]
 def make_config(folder: Path, num_rows: int = 50, **values: object) -> DataConfig:
     rows = [[f"sentence number {number} 第{number}", number % 2] for number in range(num_rows)]
     (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    return DataConfig(**{"train_file": str(folder / "rows.json"), "label_names": ["even", "odd"], **values})  # type: ignore[arg-type]
+    return DataConfig(
+        **{"train_file": str(folder / "rows.json"), "label_names": ["even", "odd"], **values}
+    )  # type: ignore[arg-type]
 
 
 def test_splits_are_disjoint_and_hold_every_row_whatever_the_random_state(tmp_path: Path) -> None:
@@ -38,13 +40,17 @@ def test_splits_are_disjoint_and_hold_every_row_whatever_the_random_state(tmp_pa
     assert read_splits(make_config(tmp_path, split_seed=1)) != [train, validation]
     assert (len(train), len(validation), len({*train, *validation})) == (40, 10, 50)
     assert all(int(text.split()[2]) % 2 == label for text, label in train + validation)
-    assert [len(rows) for rows in read_splits(make_config(tmp_path, max_rows=10, train_fraction=0.95))] == [9, 1]
+    assert [
+        len(rows) for rows in read_splits(make_config(tmp_path, max_rows=10, train_fraction=0.95))
+    ] == [9, 1]
 
 
 def test_files_of_their_own_are_taken_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,even\nb,odd\n", encoding="utf-8")
     other = str(tmp_path / "other.csv")
-    train, validation, test = read_splits(make_config(tmp_path, validation_file=other, test_file=other))
+    train, validation, test = read_splits(
+        make_config(tmp_path, validation_file=other, test_file=other)
+    )
     assert len(train) == 50 and validation == test == [("a", 0), ("b", 1)]
     assert len(build_datasets(make_config(tmp_path, test_file=other))) == 3
 
@@ -65,7 +71,9 @@ def test_vocabulary_numbers_the_most_frequent_tokens_and_pairs() -> None:
 
 def test_vocabulary_knows_the_training_rows_alone(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("unheard of,even\n", encoding="utf-8")
-    _, validation = build_datasets(make_config(tmp_path, validation_file=str(tmp_path / "other.csv")))
+    _, validation = build_datasets(
+        make_config(tmp_path, validation_file=str(tmp_path / "other.csv"))
+    )
     assert validation.encoded[0].tolist() == [[UNKNOWN, PADDING], [UNKNOWN, PADDING]]
 
 
@@ -73,7 +81,9 @@ def test_another_vocabulary_than_the_checkpoints_is_refused(tmp_path: Path) -> N
     config = make_config(tmp_path)
     first = build_datasets(config)
     assert config.fingerprint is not None
-    assert [data.encoded[0].tolist() for data in build_datasets(config)] == [data.encoded[0].tolist() for data in first]
+    assert [data.encoded[0].tolist() for data in build_datasets(config)] == [
+        data.encoded[0].tolist() for data in first
+    ]
     changed = make_config(tmp_path, num_rows=51, fingerprint=config.fingerprint)
     with pytest.raises(ConfigError, match="other words"):
         build_datasets(changed)
@@ -85,7 +95,9 @@ def test_a_batch_is_as_long_as_its_longest_sentence() -> None:
     assert data.sample_lengths.tolist() == [1, 3, 2]
     batch = data.__getitems__([2, 0])
     assert isinstance(batch, Batch) and batch.inputs.shape == (2, 2, 2)
-    assert torch.equal(batch.inputs[0], vocabulary("b c")) and torch.equal(batch.inputs[1, :1], vocabulary("a"))
+    assert torch.equal(batch.inputs[0], vocabulary("b c")) and torch.equal(
+        batch.inputs[1, :1], vocabulary("a")
+    )
     assert batch.inputs[1, 1].tolist() == [PADDING, PADDING]
     assert batch.mask.tolist() == [[True, True], [True, False]]
     assert batch.targets.tolist() == [1, 0]
@@ -134,9 +146,9 @@ def test_a_sentence_is_no_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_sentences_that_come_along_are_balanced_and_each_there_once() -> None:
     rows = json.loads((ROOT / "sentences.json").read_text(encoding="utf-8"))
     assert len({text for text, _ in rows}) == len(rows) == 600
-    assert {name: sum(label == name for _, label in rows) for name in DataConfig().label_names} == dict.fromkeys(
-        DataConfig().label_names, 150
-    )
+    assert {
+        name: sum(label == name for _, label in rows) for name in DataConfig().label_names
+    } == dict.fromkeys(DataConfig().label_names, 150)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from template_package.dataset import Batch, DataConfig, Sentences, Vocabulary
+from template_package.dataset import (
+    Batch,
+    DataConfig,
+    Sentences,
+    Vocabulary,
+)
 from template_package.model import (
     ModelConfig,
     build_metrics,
@@ -32,7 +37,10 @@ def without_dropout() -> ModelConfig:
 
 def make_batch(size: int = 20) -> Batch:
     vocabulary = Vocabulary(TEXTS, size=60, max_length=16)
-    rows = [(" ".join(TEXTS[: 1 + number % 3]) + TEXTS[number % 5], number % 4) for number in range(size)]
+    rows = [
+        (" ".join(TEXTS[: 1 + number % 3]) + TEXTS[number % 5], number % 4)
+        for number in range(size)
+    ]
     return Sentences(rows, vocabulary, DataConfig()).__getitems__(list(range(size)))
 
 
@@ -47,7 +55,9 @@ def test_loss_is_the_members_mean_cross_entropy_and_outputs_are_their_mean_proba
     assert (outputs.shape, loss.shape) == ((20, 4), ())
     probabilities = model(batch.inputs, batch.mask).softmax(2)
     assert probabilities.shape == (20, 3, 4)
-    torch.testing.assert_close(loss, -probabilities[torch.arange(20), :, batch.targets].log().mean())
+    torch.testing.assert_close(
+        loss, -probabilities[torch.arange(20), :, batch.targets].log().mean()
+    )
     torch.testing.assert_close(outputs, probabilities.mean(1))
     assert not torch.allclose(probabilities[:, 0], probabilities[:, 1])
 
@@ -62,8 +72,12 @@ def test_loss_calls_the_model_once() -> None:
 def test_gradient_reaches_every_parameter() -> None:
     model = make_model()
     names = [name for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True)
-    assert [name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()] == []
+    gradients = torch.autograd.grad(
+        compute_loss(model, make_batch())[0], list(model.parameters()), allow_unused=True
+    )
+    assert [
+        name for name, grad in zip(names, gradients, strict=True) if grad is None or not grad.any()
+    ] == []
 
 
 def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
@@ -75,7 +89,9 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
     most, rest = (torch.autograd.grad(compute_loss(model, part)[0], parameters) for part in parts)
     for expected, *shares in zip(whole, most, rest, strict=True):
         together = (15 * shares[0] + 5 * shares[1]) / 20
-        torch.testing.assert_close(together, expected, rtol=1e-3, atol=1e-6)  # float32, summed in another order
+        torch.testing.assert_close(
+            together, expected, rtol=1e-3, atol=1e-6
+        )  # float32, summed in another order
 
 
 def test_padding_does_not_change_what_is_said_of_a_sentence() -> None:
@@ -84,7 +100,9 @@ def test_padding_does_not_change_what_is_said_of_a_sentence() -> None:
     for row in range(6):
         length = int(batch.mask[row].sum())
         alone = model(batch.inputs[row : row + 1, :length], batch.mask[row : row + 1, :length])
-        torch.testing.assert_close(model(batch.inputs, batch.mask)[row], alone[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model(batch.inputs, batch.mask)[row], alone[0], rtol=1e-4, atol=1e-5
+        )
     assert len(set(batch.mask.sum(1).tolist())) > 1
 
 
@@ -125,14 +143,24 @@ def test_accuracy_and_confusions_are_counted_over_batches_of_unequal_size() -> N
         update_metrics(metrics, outputs, Batch(empty, empty, torch.tensor(targets)))
     values = metrics.compute()
     assert values["accuracy"].item() == 0.75
-    assert values["confusion_matrix"].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0]]
+    assert values["confusion_matrix"].tolist() == [
+        [1, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 1, 0, 0],
+    ]
 
 
 def test_the_sections_of_the_config_are_made_to_fit() -> None:
     data = DataConfig(label_names=["a", "b"], vocabulary_size=100)
     model = ModelConfig()
     complete_config(model, data)
-    assert (model.num_classes, model.vocabulary_size, model.max_length, data.tokenizer) == (2, 100, 64, None)
+    assert (model.num_classes, model.vocabulary_size, model.max_length, data.tokenizer) == (
+        2,
+        100,
+        64,
+        None,
+    )
     complete_config(model, data)  # as when a run's own config.yaml is read again
     with pytest.raises(ValueError, match=r"model\.num_classes=3: data\.label_names has 2 names"):
         complete_config(ModelConfig(num_classes=3), data)
@@ -145,7 +173,10 @@ def test_the_sections_of_the_config_are_made_to_fit() -> None:
         {"hidden_size": 0},
         {"num_layers": 0},
         {"num_members": 0},
-        *({name: 2**63 - 1} for name in ("num_members", "num_layers", "hidden_size", "num_classes", "max_length")),
+        *(
+            {name: 2**63 - 1}
+            for name in ("num_members", "num_layers", "hidden_size", "num_classes", "max_length")
+        ),
         {"vocabulary_size": 2**62},
         {"dropout": 1.0},
         {"token_dropout": -0.1},
@@ -156,19 +187,35 @@ def test_impossible_values_are_refused(wrong: dict[str, float]) -> None:
         ModelConfig(**wrong)  # type: ignore[arg-type]
 
 
-def test_what_comes_from_hugging_face_is_refused_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("template_package.dataset.find_spec", lambda _: None)
+def test_what_comes_from_hugging_face_is_refused_without_its_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finder = "template_package.dataset.find_spec"
+    monkeypatch.setattr(finder, lambda _: None)
     for make, key in ((DataConfig, "tokenizer"), (ModelConfig, "pretrained")):
-        with pytest.raises(ValueError, match=f"{key}=x: transformers is not installed. Run pip install"):
+        with pytest.raises(
+            ValueError, match=f"{key}=x: transformers is not installed. Run pip install"
+        ):
             make(**{key: "x"})  # type: ignore[arg-type]
 
 
 def save_tiny_bert(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *sorted({word for text in TEXTS for word in text.split()})]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        *sorted({word for text in TEXTS for word in text.split()}),
+    ]
     (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     transformers.BertForSequenceClassification(
         transformers.BertConfig(vocab_size=len(words), num_labels=3, **sizes)
     ).save_pretrained(folder)
@@ -192,7 +239,15 @@ def test_a_pretrained_model_comes_with_its_tokenizer(tmp_path: Path) -> None:
     assert logits.shape == (3, 1, 4)  # a head of our own size
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    inputs = tokenizer([TEXTS[0], TEXTS[2], TEXTS[4]], padding=True, truncation=True, max_length=6, return_tensors="pt")
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=4, ignore_mismatched_sizes=True)
+    inputs = tokenizer(
+        [TEXTS[0], TEXTS[2], TEXTS[4]],
+        padding=True,
+        truncation=True,
+        max_length=6,
+        return_tensors="pt",
+    )
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=4, ignore_mismatched_sizes=True
+    )
     theirs.load_state_dict(model.model.state_dict())  # type: ignore[union-attr]
     torch.testing.assert_close(logits[:, 0], theirs.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)

@@ -38,29 +38,42 @@ def run(folder: Path, session: Session) -> Run:
     return run
 
 
-def test_report_of_the_best_evaluation_is_exact_on_any_number_of_ranks(run: Run, folder: Path) -> None:
+def test_report_of_the_best_evaluation_is_exact_on_any_number_of_ranks(
+    run: Run, folder: Path
+) -> None:
     path = folder / "runs" / "run" / "reports" / "validation_best.json"
     report = json.loads(path.read_text(encoding="utf-8"))
     matrix = report["confusion_matrix"]
-    assert report["label_names"] == ["weather", "food", "travel", "money"] and sum(map(sum, matrix)) == 24
+    assert (
+        report["label_names"] == ["weather", "food", "travel", "money"]
+        and sum(map(sum, matrix)) == 24
+    )
     run("evaluate", "device_ids=cpu,cpu,cpu", "evaluation.micro_batch_size=5")
     assert json.loads(path.read_text(encoding="utf-8")) == report
-    evaluation = json.loads((folder / "runs" / "run" / "evaluation.json").read_text(encoding="utf-8"))
+    evaluation = json.loads(
+        (folder / "runs" / "run" / "evaluation.json").read_text(encoding="utf-8")
+    )
     assert evaluation["accuracy"] == pytest.approx(sum(matrix[i][i] for i in range(4)) / 24)
 
 
 def test_rows_of_a_file_are_answered_in_their_order(run: Run, folder: Path) -> None:
     rows = json.loads((folder / "sentences.json").read_text(encoding="utf-8"))[:11]
-    (folder / "new.jsonl").write_text("\n".join(json.dumps([text]) for text, _ in rows), encoding="utf-8")
+    (folder / "new.jsonl").write_text(
+        "\n".join(json.dumps([text]) for text, _ in rows), encoding="utf-8"
+    )
     answers = []
     for devices in ("cpu", "cpu,cpu,cpu"):
         run("predict", "new.jsonl", f"device_ids={devices}", "evaluation.micro_batch_size=2")
-        lines = (folder / "runs" / "run" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (folder / "runs" / "run" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         answers.append([json.loads(line) for line in lines])
     alone, together = answers
     assert [row["input"] for row in together] == [text for text, _ in rows]
     assert [row["label"] for row in together] == [row["label"] for row in alone]
-    assert [row["probability"] for row in together] == pytest.approx([row["probability"] for row in alone], rel=1e-4)
+    assert [row["probability"] for row in together] == pytest.approx(
+        [row["probability"] for row in alone], rel=1e-4
+    )
     assert "1 rows: runs/run/predictions.jsonl" in run("predict", "雨が降った", "device_ids=cpu")
 
 

@@ -12,9 +12,14 @@ from template_package.text_files import read_rows, read_texts
 NAMES = ["天气", "food"]
 ROWS = [("下雨了", 0), ('a "hot" soup, twice', 1), ("two\nlines", 1), ("\uff13 rolls", 0)]
 FILES = {
-    "list.json": json.dumps([["下雨了", "天气"], ['a "hot" soup, twice', 1], ["two\nlines", "1"], ["\uff13 rolls", 0]]),
-    "pretty.json": json.dumps([{"label": NAMES[label], "text": text, "id": 7} for text, label in ROWS], indent=2),
-    "lines.jsonl": "\n".join(json.dumps([text, label], ensure_ascii=False) for text, label in ROWS) + "\n\n",
+    "list.json": json.dumps(
+        [["下雨了", "天气"], ['a "hot" soup, twice', 1], ["two\nlines", "1"], ["\uff13 rolls", 0]]
+    ),
+    "pretty.json": json.dumps(
+        [{"label": NAMES[label], "text": text, "id": 7} for text, label in ROWS], indent=2
+    ),
+    "lines.jsonl": "\n".join(json.dumps([text, label], ensure_ascii=False) for text, label in ROWS)
+    + "\n\n",
     "plain.csv": '下雨了,0\n"a ""hot"" soup, twice",food\n"two\nlines",1\n\uff13 rolls,天气\n',
     "header.csv": '\ufeffN,Label,Text\n1,0,下雨了\n2,1,"a ""hot"" soup, twice"\n3,1,"two\nlines"\n\n4,0,\uff13 rolls\n',
     "tabs.tsv": '下雨了\t天气\r\n"a ""hot"" soup, twice"\tfood\r\n"two\nlines"\t1\r\n\uff13 rolls\t0\r\n',
@@ -50,14 +55,22 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
 @pytest.mark.parametrize(
     ("name", "content", "locations"),
     [
-        ("a.json", '[\n["a", 0],\n["b", 2],\n["c"], ["", 1],\n7]', ["line 3, row 2", "line 4, row 3", "line 4, row 4"]),
+        (
+            "a.json",
+            '[\n["a", 0],\n["b", 2],\n["c"], ["", 1],\n7]',
+            ["line 3, row 2", "line 4, row 3", "line 4, row 4"],
+        ),
         ("a.json", '[["a", 0],\n["b" 1]]', ["line 2, row 2"]),
         ("a.json", '[["a", 0],\n["b", 1]', ["line 2, row 3"]),
         ("a.json", '{"a": 0}', ["line 1"]),
         ("a.jsonl", '["a", 0]\n\n["b", "snow"]\n{"text": 3}\nsoup', ["line 3", "line 4", "line 5"]),
         ("a.json", '[["a", 0],\n' + "[" * 100_000, ["line 2, row 2"]),
         ("a.jsonl", '["a", 0]\n["b", ' + "1" * 5000 + "]\n" + "[" * 100_000, ["line 2", "line 3"]),
-        ("a.jsonl", '["a", 0]\n["b", ' + 600 * "[" + 600 * "]" + ']\n["c", {"d": 1}]', ["line 2", "line 3"]),
+        (
+            "a.jsonl",
+            '["a", 0]\n["b", ' + 600 * "[" + 600 * "]" + ']\n["c", {"d": 1}]',
+            ["line 2", "line 3"],
+        ),
         ("a.jsonl", '["a", 0]\n["half \\ud83d", 1]', ["line 2"]),
         ("a.jsonl", '["a", true]\n["b", -1]\n["c", 1.5]', ["line 1", "line 2", "line 3"]),
         ("a.csv", "text,label\na,0\n,1\nb\n", ["line 3", "line 4"]),
@@ -69,7 +82,9 @@ def test_texts_are_read_without_labels(tmp_path: Path, name: str, content: str) 
         ("a.txt", "a\n", ["line 1"]),
     ],
 )
-def test_wrong_rows_are_told_with_file_and_line(tmp_path: Path, name: str, content: str, locations: list[str]) -> None:
+def test_wrong_rows_are_told_with_file_and_line(
+    tmp_path: Path, name: str, content: str, locations: list[str]
+) -> None:
     path = write(tmp_path, name, content)
     with pytest.raises(ConfigError) as refusal:
         read_rows(path, NAMES)
@@ -93,7 +108,9 @@ def test_only_the_first_of_many_wrong_rows_are_listed(tmp_path: Path) -> None:
         ("a.json", b"[]", "no rows"),
     ],
 )
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_files_that_cannot_be_read_are_refused(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         read_rows(tmp_path / name, NAMES)

@@ -16,7 +16,9 @@ Parsed = TypeVar("Parsed")
 MAX_PROBLEMS = 3
 
 
-def read_rows(path: Path, label_names: list[str], max_rows: int | None = None) -> list[tuple[str, int]]:
+def read_rows(
+    path: Path, label_names: list[str], max_rows: int | None = None
+) -> list[tuple[str, int]]:
     """Return text and class id of each row, or only of the first `max_rows`.
 
     Raise ConfigError if a row is wrong; its message names the file and the line.
@@ -34,15 +36,21 @@ def read_texts(path: Path) -> list[str]:
 
 def _read(path: Path, max_rows: int | None, parse: Callable[[Any], Parsed]) -> list[Parsed]:
     if path.suffix not in READERS:
-        raise ConfigError(f"{path}: must end in {', '.join(READERS)}. Give it the ending of what it holds.")
+        raise ConfigError(
+            f"{path}: must end in {', '.join(READERS)}. Give it the ending of what it holds."
+        )
     try:
         if path.exists() and not path.is_file():  # a pipe or a device: reading that may never end
             raise ConfigError(f"{path}: is no file of rows. Name one, with its folder.")
         content = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Check its name and permissions.") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}. Check its name and permissions."
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+        raise ConfigError(
+            f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
     rows, problems = [], []
     for location, record in islice(READERS[path.suffix](content), max_rows):
         try:
@@ -52,7 +60,9 @@ def _read(path: Path, max_rows: int | None, parse: Callable[[Any], Parsed]) -> l
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS - 1] += f" ({len(problems)} rows are wrong, these are the first)"
     if problems or not rows:
-        raise ConfigError("\n".join(problems[:MAX_PROBLEMS]) or f"{path}: holds no rows. Write at least one.")
+        raise ConfigError(
+            "\n".join(problems[:MAX_PROBLEMS]) or f"{path}: holds no rows. Write at least one."
+        )
     return rows
 
 
@@ -72,8 +82,12 @@ def _text(record: Any) -> str:
 
 
 def _class_id(record: Any, label_names: list[str]) -> int:
-    label = record.get("label") if isinstance(record, dict) else record[1] if len(record) == 2 else None
-    if isinstance(record, str) or not isinstance(label, str | int | float):  # or null, a list, a section
+    label = (
+        record.get("label") if isinstance(record, dict) else record[1] if len(record) == 2 else None
+    )
+    if isinstance(record, str) or not isinstance(
+        label, str | int | float
+    ):  # or null, a list, a section
         raise ValueError("there is no label. A row is a text and a label.")
     name = str(label).strip()
     if name in label_names:
@@ -81,7 +95,9 @@ def _class_id(record: Any, label_names: list[str]) -> int:
     if not name.isdecimal() or int(name) >= len(label_names):
         names = one_line(", ".join(label_names))
         numbers = f"0 to {len(label_names) - 1}"
-        raise ValueError(f"label {one_line(label)} is none of data.label_names: {names}, {numbers}. Add it there.")
+        raise ValueError(
+            f"label {one_line(label)} is none of data.label_names: {names}, {numbers}. Add it there."
+        )
     return int(name)
 
 
@@ -103,7 +119,10 @@ def _read_json(content: str) -> Records:
         line, start = line + between[0].count("\n"), between.end()
         if content[start : start + 1] == "]":
             if rest := content[start + 1 :].strip():
-                yield f"line {line}", ValueError(f"there is more after the end of the list: {one_line(rest[:20])}")
+                yield (
+                    f"line {line}",
+                    ValueError(f"there is more after the end of the list: {one_line(rest[:20])}"),
+                )
             return
         location = f"line {line}, row {number}"
         try:
@@ -126,7 +145,11 @@ def _read_json_lines(content: str) -> Records:
 
 
 def _refusal(error: Exception) -> ValueError:
-    return ValueError(f"{error.msg}." if isinstance(error, json.JSONDecodeError) else f"not JSON to read ({error}).")
+    return ValueError(
+        f"{error.msg}."
+        if isinstance(error, json.JSONDecodeError)
+        else f"not JSON to read ({error})."
+    )
 
 
 def _read_table(content: str, delimiter: str) -> Records:
@@ -145,13 +168,22 @@ def _read_table(content: str, delimiter: str) -> Records:
         if not header and {"text", "label"} & set(names) and location == "line 1":
             header = names
         elif header and len(cells) > len(header):
-            yield location, ValueError(f"{len(cells)} cells, the header has {len(header)}. Put quotes around a text.")
+            yield (
+                location,
+                ValueError(
+                    f"{len(cells)} cells, the header has {len(header)}. Put quotes around a text."
+                ),
+            )
         elif any(names):
             yield location, dict(zip(header, cells, strict=False)) if header else cells
 
 
 def _read_lines(content: str) -> Records:
-    return ((f"line {number}", line) for number, line in enumerate(content.split("\n"), start=1) if line.strip())
+    return (
+        (f"line {number}", line)
+        for number, line in enumerate(content.split("\n"), start=1)
+        if line.strip()
+    )
 
 
 READERS: dict[str, Callable[[str], Records]] = {

@@ -110,7 +110,10 @@ class Trainer:
         self.evaluator = Evaluator(validation_data, "validation", config, rank, task)
         steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(steps, training.max_steps or steps)
-        self.progress, self.kept = Progress(), dict[str, Any]()  # kept: a checkpoint's unknown entries
+        self.progress, self.kept = (
+            Progress(),
+            dict[str, Any](),
+        )  # kept: a checkpoint's unknown entries
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         self.startup_seconds: float | None = None
@@ -174,7 +177,9 @@ class Trainer:
                 if progress.position >= self.loader.num_samples:
                     progress.epoch, progress.position = progress.epoch + 1, 0
                 is_last = progress.step == self.total_steps
-                is_logged = progress.step % config.logging.every_steps == 0 or progress.position == 0
+                is_logged = (
+                    progress.step % config.logging.every_steps == 0 or progress.position == 0
+                )
 
                 sums, gradient_norm = self.train_step(is_logged or is_last)
 
@@ -253,7 +258,9 @@ class Trainer:
             value, best = values[config.metric], (progress.best or {}).get(config.metric)
             is_better = best is None or (value > best if config.mode == "max" else value < best)
             if not math.isfinite(value):
-                logger.warning("warning: evaluation.metric=%s is %g: no best.pt", config.metric, value)
+                logger.warning(
+                    "warning: evaluation.metric=%s is %g: no best.pt", config.metric, value
+                )
             elif is_better:
                 progress.best = {config.metric: value, "step": progress.step}
                 self.save(stop, is_best=True)

@@ -55,17 +55,32 @@ class CommandLine:
 
             other_words.refuse_flags(self.config_path, self.overrides)
             suggest = other_words.suggest
-        settings, is_alone = read_settings(self.config_path, self.overrides), launcher_of(os.environ) is None
+        settings, is_alone = (
+            read_settings(self.config_path, self.overrides),
+            launcher_of(os.environ) is None,
+        )
         devices = str(settings.get("device_ids", "auto"))
-        has_several_ranks = "," in devices or (devices.startswith("auto") and len([*GPUS.glob("*")]) > 1)
+        has_several_ranks = "," in devices or (
+            devices.startswith("auto") and len([*GPUS.glob("*")]) > 1
+        )
         if is_alone and has_several_ranks and self.command in ("train", "evaluate", "predict"):
             start_fork_server()  # it imports torch while this process does
         from ..config import as_today, build_config
 
         stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
-        if self.command in ("evaluate", "predict") and not self.is_config_typed and is_alone and stored.exists():
-            own, here = as_today(read_settings(stored, ())), ("name", "device_ids", "launch", "loader", "evaluation")
-            settings = set_words(own | {key: settings[key] for key in here if key in settings}, self.overrides)
+        if (
+            self.command in ("evaluate", "predict")
+            and not self.is_config_typed
+            and is_alone
+            and stored.exists()
+        ):
+            own, here = (
+                as_today(read_settings(stored, ())),
+                ("name", "device_ids", "launch", "loader", "evaluation"),
+            )
+            settings = set_words(
+                own | {key: settings[key] for key in here if key in settings}, self.overrides
+            )
         return build_config(settings, suggest)
 
     def run(self) -> int:
@@ -82,9 +97,17 @@ class CommandLine:
 def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
     """Parse the arguments. Raise ConfigError for an unknown command or argument, and SystemExit(0) after --help."""
     commands, has_command = ["train", *available_files("commands")], False
-    lines = [f"`python run.py {usage}`: {text}" for usage, text in COMMANDS.items() if usage.split()[0] in commands]
+    lines = [
+        f"`python run.py {usage}`: {text}"
+        for usage, text in COMMANDS.items()
+        if usage.split()[0] in commands
+    ]
     parser = ArgumentParser(
-        "run.py", USAGE, epilog="\n".join(lines), formatter_class=RawTextHelpFormatter, allow_abbrev=False
+        "run.py",
+        USAGE,
+        epilog="\n".join(lines),
+        formatter_class=RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="PATH", default=default_config)
     # torch.distributed.launch and deepspeed append it; the environment says the same.
@@ -96,15 +119,21 @@ def parse_command_line(arguments: Sequence[str], default_config: Path) -> Comman
     for argument in filter(None, whole.split("\0")):
         if argument in commands and not has_command:
             line.command, has_command = argument, True
-        elif has_command and (argument == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", argument)):
+        elif has_command and (
+            argument == "--json" or not re.match(r"[a-z_][a-z0-9_.]*=|--[a-z]", argument)
+        ):
             line.rest.append(argument)
         elif has_command or line.overrides or re.search(r"[=.]|^-", argument):
             line.overrides.append(argument)
         else:
             remedy = f"Set a value by key=value; copy a missing tool, {Path(__file__).parent}/NAME, from the template."
-            raise ConfigError(f"{one_line(argument)}: no such command; there are {', '.join(commands)}. {remedy}")
+            raise ConfigError(
+                f"{one_line(argument)}: no such command; there are {', '.join(commands)}. {remedy}"
+            )
     if line.rest and line.command in ("train", "evaluate", "smoke", "benchmark"):
-        raise ConfigError(f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only.")
+        raise ConfigError(
+            f"{one_line(' '.join(line.rest))}: {line.command} takes settings of the form key=value only."
+        )
     return line
 
 
@@ -112,6 +141,8 @@ def write_report(directory: Path) -> None:
     """Write report.html for the run, if the project has the command `report`. If that fails, only log a warning."""
     if "report" in available_files("commands"):
         try:
-            import_module(".report", __package__).write_report([directory], directory / "report.html")
+            import_module(".report", __package__).write_report(
+                [directory], directory / "report.html"
+            )
         except Exception as error:
             logging.getLogger(__name__).warning("warning: no report.html (%s)", one_line(error))

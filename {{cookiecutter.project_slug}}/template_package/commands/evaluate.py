@@ -16,7 +16,14 @@ from ..launching.distributed import RankContext, from_main, rank_context
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import CheckpointFolder, check_same, check_shapes, load_checkpoint, load_weights, read_once
+from ..training.checkpoint import (
+    CheckpointFolder,
+    check_same,
+    check_shapes,
+    load_checkpoint,
+    load_weights,
+    read_once,
+)
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
@@ -30,42 +37,75 @@ def main(line: CommandLine) -> int:
 
 def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
     """Evaluate the chosen checkpoint on this rank's share of the data. Rank 0 writes the combined result."""
-    context, directory, task = rank_context(rank, world_size), run_directory(config.name), find_task()
+    context, directory, task = (
+        rank_context(rank, world_size),
+        run_directory(config.name),
+        find_task(),
+    )
     path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
     with rank_logs(directory, context):
-        state, strategy, datasets = restore(path, config, context, task, lambda: build_datasets(task, config, context))
-        if lines := differing_keys({"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}):
-            message = "%s was trained with other values: %s. It may have seen samples of this split."
+        state, strategy, datasets = restore(
+            path, config, context, task, lambda: build_datasets(task, config, context)
+        )
+        if lines := differing_keys(
+            {"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}
+        ):
+            message = (
+                "%s was trained with other values: %s. It may have seen samples of this split."
+            )
             logger.warning(message, path, "; ".join(lines))
-        splits, split = dict(zip(("train", "validation", "test"), datasets, strict=False)), config.evaluation.split
+        splits, split = (
+            dict(zip(("train", "validation", "test"), datasets, strict=False)),
+            config.evaluation.split,
+        )
         if split not in splits:
-            raise ConfigError(f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only.")
+            raise ConfigError(
+                f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only."
+            )
         evaluator = Evaluator(splits[split], split, config, context, task)
         with hang_watch(context, config.launch, directory):
             values = evaluator.run(strategy)
         report_path = evaluator.write_report(directory, path.stem, state["step"])
         strategy.close()
-        result = {"split": split, "checkpoint": str(path), "step": state["step"], "epoch": state["epoch"], **values}
+        result = {
+            "split": split,
+            "checkpoint": str(path),
+            "step": state["step"],
+            "epoch": state["epoch"],
+            **values,
+        }
         if context.is_main:
-            write_json(directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples})
+            write_json(
+                directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples}
+            )
             if report_path is not None and "report" in available_files("commands"):
                 logger.info("%s", import_module(".report", __package__).class_table(report_path))
             figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            logger.info(f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}")
+            logger.info(
+                f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}"
+            )
 
 
 def restore(
     path: Path, config: Config, context: RankContext, task: Task, build: Callable[[], Any]
 ) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
-    is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")  # other files: weights of any program
-    state = read_once(lambda: load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0})
+    is_checkpoint = path.name == "best.pt" or path.name.startswith(
+        "step_"
+    )  # other files: weights of any program
+    state = read_once(
+        lambda: (
+            load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0}
+        )
+    )
     config = settle_precision(config, context)
     data = build()  # it may set data.fingerprint
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
     check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
-    seed_generators(config.seed)  # as in training: a model may keep drawn numbers that no checkpoint holds
+    seed_generators(
+        config.seed
+    )  # as in training: a model may keep drawn numbers that no checkpoint holds
     with context.local_rank_first("model"):
         model = task.build_model(config.model)
     if not is_checkpoint:
@@ -82,7 +122,10 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
     """Return the path of the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
 
     def find() -> Path:
-        checkpoints, choice = CheckpointFolder(directory / "checkpoints"), config.evaluation.checkpoint
+        checkpoints, choice = (
+            CheckpointFolder(directory / "checkpoints"),
+            config.evaluation.checkpoint,
+        )
         last = next(iter(checkpoints.newest_first()), checkpoints.folder / "step_*.pt")
         path = {"best": checkpoints.best, "last": last}.get(choice, Path(choice))
         if not path.exists():

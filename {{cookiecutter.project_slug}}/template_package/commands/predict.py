@@ -27,17 +27,25 @@ logger = logging.getLogger(__name__)
 
 def main(line: CommandLine) -> int:
     if len(line.rest) != 1:
-        raise ConfigError(f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'.")
+        raise ConfigError(
+            f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'."
+        )
     task = find_task()
     for file, name in (("dataset.py", "read_inputs"), ("model.py", "predict")):
         if getattr(task, name) is None:
-            raise ConfigError(f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns.")
+            raise ConfigError(
+                f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns."
+            )
     return line.launch(partial(predict_fn, line.rest[0]))
 
 
 def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
     """Compute predictions for this rank's share of the inputs. Rank 0 writes all predictions, in the inputs' order."""
-    context, directory, task = rank_context(rank, world_size), run_directory(config.name), find_task()
+    context, directory, task = (
+        rank_context(rank, world_size),
+        run_directory(config.name),
+        find_task(),
+    )
     checkpoint = find_checkpoint(config, directory)
     with rank_logs(directory, context):
         read = partial(task.read_inputs, source, config.data)
@@ -53,10 +61,14 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             for row in rows.values():
                 if getattr(dataset, "label_names", None) and isinstance(row.get("label"), int):
                     row["label"] = dataset.label_names[row["label"]]
-            lines = [json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)]
+            lines = [
+                json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)
+            ]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)  # the first ones, to look at
+            logger.info(
+                "%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path
+            )  # the first ones, to look at
 
 
 @torch.no_grad()
@@ -70,7 +82,9 @@ def _predict_part(
         beat()
         with strategy.autocast():
             columns = predict(strategy.evaluation_model, batch)
-        lists = [column.tolist() if hasattr(column, "tolist") else column for column in columns.values()]
+        lists = [
+            column.tolist() if hasattr(column, "tolist") else column for column in columns.values()
+        ]
         for index, *values in zip(request.indices, *lists, strict=True):
             if request.num_samples:
                 rows[index] = dict(zip(columns, values, strict=True))

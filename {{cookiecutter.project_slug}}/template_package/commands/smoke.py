@@ -23,7 +23,9 @@ SMALL = f"""
     checkpoint.keep_last=null checkpoint.resume=auto logging.every_steps=1 logging.tracker=none
     logging.report=false logging.progress_bar=false logging.profile_steps=null
 """
-RELATIVE_TOLERANCE = 1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
+RELATIVE_TOLERANCE = (
+    1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
+)
 
 
 def main(line: CommandLine) -> int:
@@ -31,7 +33,9 @@ def main(line: CommandLine) -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     try:
-        num_samples = _train_resume_evaluate([f"--config={line.config_path}", *line.overrides, *SMALL.split()])
+        num_samples = _train_resume_evaluate(
+            [f"--config={line.config_path}", *line.overrides, *SMALL.split()]
+        )
     except (AssertionError, subprocess.TimeoutExpired) as error:
         shutil.rmtree(FOLDER / "runs", ignore_errors=True)
         print(f"{error}\nsmoke test: FAILED ({FOLDER / 'log.txt'} has the whole output)")
@@ -46,17 +50,29 @@ def _train_resume_evaluate(settings: list[str]) -> int:
     """Run the smoke test and return the number of samples evaluated. Raise AssertionError if a run or a check fails."""
     first, second = FOLDER / "runs" / "first", FOLDER / "runs" / "second"
     _run("training on two ranks", settings)
-    print(*re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")), sep="", end="")
+    print(
+        *re.findall("warning: .*\n", (first / "logs" / "rank_0.log").read_text(encoding="utf-8")),
+        sep="",
+        end="",
+    )
 
     # The second run finds the checkpoint of a run that was killed after the saved step, and writes its own steps.
-    shutil.copytree(first, second, ignore=shutil.ignore_patterns(f"step_*{LAST_STEP}.pt", "best.pt", "metrics.jsonl"))
+    shutil.copytree(
+        first,
+        second,
+        ignore=shutil.ignore_patterns(f"step_*{LAST_STEP}.pt", "best.pt", "metrics.jsonl"),
+    )
     _run("resuming from the checkpoint", [*settings, "name=second"])
     before, after = _losses(first), _losses(second)
     has_resumed = [*after] == [*range(SAVED_STEP + 1, LAST_STEP + 1)]
-    assert has_resumed, f"the second run did not resume after step {SAVED_STEP}: its losses are {after}"
+    assert has_resumed, (
+        f"the second run did not resume after step {SAVED_STEP}: its losses are {after}"
+    )
     for step, loss in after.items():
         is_equal = math.isclose(loss, before[step], rel_tol=RELATIVE_TOLERANCE)
-        assert is_equal, f"step {step}: the resumed run's loss is {loss}, the uninterrupted one's {before[step]}"
+        assert is_equal, (
+            f"step {step}: the resumed run's loss is {loss}, the uninterrupted one's {before[step]}"
+        )
 
     _run("evaluating", [*settings, "name=second"], command="evaluate")
     evaluation = json.loads((second / "evaluation.json").read_text(encoding="utf-8"))
@@ -69,7 +85,11 @@ def _run(task: str, arguments: list[str], command: str = "train") -> None:
     print(f"smoke test: {task} …", flush=True)
     script, hidden = Path(__file__).parents[2] / "run.py", ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", RUNS_FOLDER: str(FOLDER / "runs")}
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        RUNS_FOLDER: str(FOLDER / "runs"),
+    }
     log = FOLDER / "log.txt"
     with log.open("ab") as file:
         command_line = [sys.executable, str(script), command, *arguments]

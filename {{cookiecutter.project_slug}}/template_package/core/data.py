@@ -27,13 +27,27 @@ import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from ..config import LoaderConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
 from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
-from .random_states import derive_seed, generators_of, generators_restored, seed_cpu, seed_generators
+from .random_states import (
+    derive_seed,
+    generators_of,
+    generators_restored,
+    seed_cpu,
+    seed_generators,
+)
 from .task import Task, inner
 
 Order = Callable[[int], Any]
@@ -70,7 +84,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(num_samples, generator=generator)
 
 
-def cut_share(batch: list[int], rank: int, world_size: int, micro_batch_size: int) -> list[list[int]]:
+def cut_share(
+    batch: list[int], rank: int, world_size: int, micro_batch_size: int
+) -> list[list[int]]:
     """Return this rank's micro-batches of a batch. All ranks get equally many, and some of them may be empty.
 
     Shares differ by at most one sample. None is larger than rank 0's, whose micro-batches are thus never empty, and
@@ -93,13 +109,23 @@ def numbers_of(dataset: Any, name: str) -> Tensor | None:
     A Subset or ConcatDataset has the numbers of its data sets. Raise ConfigError if another data set hides them.
     """
     values, kind = getattr(dataset, name, None), type(dataset).__name__
-    holders = [] if hasattr(dataset, name) else [one for one in inner(dataset) if getattr(one, name, None) is not None]
+    holders = (
+        []
+        if hasattr(dataset, name)
+        else [one for one in inner(dataset) if getattr(one, name, None) is not None]
+    )
     if holders:
-        parts = [numbers_of(part, name) for part in getattr(dataset, "datasets", inner(dataset)[:1])]
+        parts = [
+            numbers_of(part, name) for part in getattr(dataset, "datasets", inner(dataset)[:1])
+        ]
         if not isinstance(dataset, Subset | ConcatDataset) or any(part is None for part in parts):
             remedy = "Give it to the data set that build_datasets() returns, if that is no stream; None turns it off"
-            raise ConfigError(f"{name} of {type(holders[0]).__name__} is out of reach (in {kind}). {remedy}.")
-        values = torch.cat(cast(Any, parts))[torch.as_tensor(getattr(dataset, "indices", range(len(dataset))))]
+            raise ConfigError(
+                f"{name} of {type(holders[0]).__name__} is out of reach (in {kind}). {remedy}."
+            )
+        values = torch.cat(cast(Any, parts))[
+            torch.as_tensor(getattr(dataset, "indices", range(len(dataset))))
+        ]
     if values is None:
         return None
     numbers = torch.as_tensor(values, dtype=torch.float64, device="cpu")
@@ -124,7 +150,9 @@ def check_dataset(dataset: Any, name: str) -> int:
         rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
         raise ConfigError(f"the {name} data set differs between ranks: {lengths} samples. {rule}")
     if lengths[0] == 0:
-        raise ConfigError(f"the {name} data set is empty: build_datasets() must return at least one sample.")
+        raise ConfigError(
+            f"the {name} data set is empty: build_datasets() must return at least one sample."
+        )
     return lengths[0]
 
 
@@ -162,9 +190,13 @@ class TrainLoader:
                 yield micro_batch, micro_batch.request.weight
             return
         held = list(self._next_batches())
-        weights = torch.stack([loss_weight_of(micro_batch, self._task, module, self._context) for micro_batch in held])
+        weights = torch.stack(
+            [loss_weight_of(micro_batch, self._task, module, self._context) for micro_batch in held]
+        )
         total = all_reduce(weights.sum())
-        scale = torch.where(total == 0, 0.0, self._context.world_size / total)  # all weights of a batch may be 0
+        scale = torch.where(
+            total == 0, 0.0, self._context.world_size / total
+        )  # all weights of a batch may be 0
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
@@ -196,7 +228,10 @@ class TrainLoader:
         while True:
             order = self._order(epoch)
             for start in range(position, self.num_samples, self.global_batch_size):
-                yield epoch, order[start : min(start + self.global_batch_size, self.num_samples)].tolist()
+                yield (
+                    epoch,
+                    order[start : min(start + self.global_batch_size, self.num_samples)].tolist(),
+                )
             epoch, position = epoch + 1, 0
 
     def _cut(self, epoch: int, global_batch: list[int]) -> list[Request]:
@@ -224,15 +259,21 @@ class EvaluationLoader:
         self.num_samples = min(num_all, limit or num_all)
         # With a limit, take samples at even distances: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
-        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:  # like lengths together, long ones first
+        if (
+            lengths := numbers_of(dataset, "sample_lengths")
+        ) is not None:  # like lengths together, long ones first
             order = order[(-lengths[order]).argsort(stable=True)]
-            order = torch.cat([order[rank :: context.world_size] for rank in range(context.world_size)])
+            order = torch.cat(
+                [order[rank :: context.world_size] for rank in range(context.world_size)]
+            )
         self._order: list[int] = order.tolist()
 
     def read(self, micro_batch_size: int) -> Iterator[MicroBatch]:
         """Read this rank's micro-batches."""
         # Lists: an iterator would hold self, and keep the workers alive until a garbage collection.
-        for micro_batch in self._reader.read([self._request(piece) for piece in self._cut(micro_batch_size)]):
+        for micro_batch in self._reader.read(
+            [self._request(piece) for piece in self._cut(micro_batch_size)]
+        ):
             self._seed(micro_batch)
             yield micro_batch
 
@@ -246,7 +287,9 @@ class EvaluationLoader:
             yield micro_batch
 
     def _cut(self, micro_batch_size: int) -> list[list[int]]:
-        return cut_share(self._order, self._context.rank, self._context.world_size, micro_batch_size)
+        return cut_share(
+            self._order, self._context.rank, self._context.world_size, micro_batch_size
+        )
 
     def _request(self, piece: list[int]) -> Request:
         indices = piece or [0]
@@ -254,7 +297,9 @@ class EvaluationLoader:
 
     def _seed(self, micro_batch: MicroBatch) -> None:
         """Make what the model draws depend on nothing that came before."""
-        seed = seed_cpu if self._context.device.type == "mps" else seed_generators  # MPS's is not restored
+        seed = (
+            seed_cpu if self._context.device.type == "mps" else seed_generators
+        )  # MPS's is not restored
         seed(derive_seed(0, 0, micro_batch.request.indices[0]))
 
 
@@ -268,39 +313,64 @@ class Fetcher(Dataset[MicroBatch]):
 
     max_workers = 8
     _is_checked = False  # its batches are as they should be
-    _own: list[Any] | None = None  # the data set's generators, once this process has looked for them
+    _own: list[Any] | None = (
+        None  # the data set's generators, once this process has looked for them
+    )
 
     def __init__(self, dataset: Dataset[Any], task: Task, seed: int) -> None:
         self._dataset: Any = dataset
         self._task = task
         self._roots: list[Any] = [dataset]  # where to look for generators, besides dataset.py
         self._seed, self._epoch = seed, -1
-        while isinstance(dataset, Subset):  # a Subset has __getitems__ whatever the data set below offers
+        while isinstance(
+            dataset, Subset
+        ):  # a Subset has __getitems__ whatever the data set below offers
             dataset = dataset.dataset
         self._has_whole_batches = hasattr(dataset, "__getitems__")
-        self.is_quick = self._has_whole_batches and not type(dataset).__module__.startswith("datasets.")  # Hugging Face
+        self.is_quick = self._has_whole_batches and not type(dataset).__module__.startswith(
+            "datasets."
+        )  # Hugging Face
 
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
             self.set_epoch(request.epoch)
             micro_batch = MicroBatch(self._read(request), request)
-            if not self._is_checked:  # a batch that collate() or __getitems__ makes may differ from the first
-                check_batch(micro_batch.batch, len(request.indices) or request.num_samples, self._task)
-                self._is_checked = self._task.collate is default_collate and not self._has_whole_batches
+            if (
+                not self._is_checked
+            ):  # a batch that collate() or __getitems__ makes may differ from the first
+                check_batch(
+                    micro_batch.batch, len(request.indices) or request.num_samples, self._task
+                )
+                self._is_checked = (
+                    self._task.collate is default_collate and not self._has_whole_batches
+                )
             return micro_batch
-        except (StopIteration, SystemExit) as error:  # it would end the loop over batches without an error
-            raise RuntimeError(f"the data set, or its collate function, raised {type(error).__name__}") from error
+        except (
+            StopIteration,
+            SystemExit,
+        ) as error:  # it would end the loop over batches without an error
+            raise RuntimeError(
+                f"the data set, or its collate function, raised {type(error).__name__}"
+            ) from error
         except ConfigError:
             raise
         except Exception as error:
-            if "default_collate: batch must" in str(error) or "automatic differentiation" in str(error):
-                raise ConfigError(f"{error} Mend the samples in dataset.py, or write collate(items) there.") from None
-            error.add_note(f"while reading the samples {request.indices} of {type(self._dataset).__name__}")
+            if "default_collate: batch must" in str(error) or "automatic differentiation" in str(
+                error
+            ):
+                raise ConfigError(
+                    f"{error} Mend the samples in dataset.py, or write collate(items) there."
+                ) from None
+            error.add_note(
+                f"while reading the samples {request.indices} of {type(self._dataset).__name__}"
+            )
             raise
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            for one in [self._dataset] if hasattr(self._dataset, "set_epoch") else inner(self._dataset):
+            for one in (
+                [self._dataset] if hasattr(self._dataset, "set_epoch") else inner(self._dataset)
+            ):
                 getattr(one, "set_epoch", lambda _: None)(epoch)
         self._epoch = epoch
 
@@ -309,9 +379,15 @@ class Fetcher(Dataset[MicroBatch]):
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and self._task.collate is default_collate:
-            index = torch.from_numpy(numpy.array(rows))  # once: each tensor would make its own from a list
-            return [tensor[index] for tensor in dataset.tensors]  # as collated items, without reading them one by one
-        with generators_restored() if get_worker_info() is None else nullcontext():  # in a worker, nobody else draws
+            index = torch.from_numpy(
+                numpy.array(rows)
+            )  # once: each tensor would make its own from a list
+            return [
+                tensor[index] for tensor in dataset.tensors
+            ]  # as collated items, without reading them one by one
+        with (
+            generators_restored() if get_worker_info() is None else nullcontext()
+        ):  # in a worker, nobody else draws
             is_first, batch = self._own is None, self._read_seeded(request)
             own = generators_of(*self._roots, self._task.data_globals) if is_first else []
             if len(own) > len(self._own or ()):  # some were made when first used
@@ -349,21 +425,35 @@ class BatchReader:
     """Reads micro-batches and moves them to the rank's device. Its worker processes live as long as this object."""
 
     def __init__(
-        self, dataset: Any, task: Task, config: LoaderConfig, context: RankContext, seed: int, name: str
+        self,
+        dataset: Any,
+        task: Task,
+        config: LoaderConfig,
+        context: RankContext,
+        seed: int,
+        name: str,
     ) -> None:
         self.num_samples = check_dataset(dataset, name)
-        self.fetcher: Any = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, task, seed)
+        self.fetcher: Any = (
+            dataset if isinstance(dataset, Fetcher) else Fetcher(dataset, task, seed)
+        )
         self._requests, self.device = Requests(), context.device
         # A worker's pipe costs about 1 ms a batch, and on the CPU the cores are busy.
         is_slow = context.device.type == "cuda" and not self.fetcher.is_quick
-        num_auto = min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size) if is_slow else 0
+        num_auto = (
+            min(self.fetcher.max_workers, num_usable_cores() // context.local_world_size)
+            if is_slow
+            else 0
+        )
         self.num_workers = num_auto if config.num_workers == "auto" else config.num_workers
         self._loader: DataLoader[MicroBatch] | None = None
         if self.num_workers or context.device.type != "cpu":
             self._loader = DataLoader(
                 self.fetcher,
                 batch_size=None,  # a request is a whole micro-batch already
-                collate_fn=cast(Any, MicroBatch._make),  # torch's own would turn tuples into lists, arrays into tensors
+                collate_fn=cast(
+                    Any, MicroBatch._make
+                ),  # torch's own would turn tuples into lists, arrays into tensors
                 sampler=cast(Any, self._requests),
                 num_workers=self.num_workers,
                 prefetch_factor=config.prefetch_factor if self.num_workers else None,
@@ -371,7 +461,9 @@ class BatchReader:
                 pin_memory=context.device.type == "cuda",
                 worker_init_fn=partial(_start_worker, os.getpid()),
                 # By default a rank that a fork server has started would start one of its own, which imports torch anew.
-                multiprocessing_context="fork" if self.num_workers and sys.platform == "linux" else None,
+                multiprocessing_context="fork"
+                if self.num_workers and sys.platform == "linux"
+                else None,
                 generator=torch.Generator(),  # otherwise each iterator would draw from the run's own generator
             )
 
@@ -380,11 +472,16 @@ class BatchReader:
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
-        with signals_blocked() if self._loader.num_workers else nullcontext():  # they would kill a worker that starts
+        with (
+            signals_blocked() if self._loader.num_workers else nullcontext()
+        ):  # they would kill a worker that starts
             micro_batches = iter(self._loader)
         if self.device.type == "cpu":
             return micro_batches
-        return (micro_batch._replace(batch=move(micro_batch.batch, self.device)) for micro_batch in micro_batches)
+        return (
+            micro_batch._replace(batch=move(micro_batch.batch, self.device))
+            for micro_batch in micro_batches
+        )
 
 
 def _start_worker(rank_pid: int, _worker_id: int) -> None:
@@ -392,7 +489,9 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
     os.setpgrp()  # Ctrl-C goes to a whole group: the rank decides, and saves first
     for number in STOP_SIGNALS:  # some schedulers signal each process of a run
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # for the processes that user code starts here
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, STOP_SIGNALS
+    )  # for the processes that user code starts here
 
 
 @runtime_checkable
@@ -404,29 +503,47 @@ def move(batch: Any, device: torch.device) -> Any:
     """Move everything that has a to() method to `device`, including items of lists, mappings and dataclasses."""
 
     def move_one(value: Movable) -> Any:
-        return value.to(device, non_blocking=device.type == "cuda") if isinstance(value, Tensor) else value.to(device)
+        return (
+            value.to(device, non_blocking=device.type == "cuda")
+            if isinstance(value, Tensor)
+            else value.to(device)
+        )
 
     return apply_to_collection(batch, dtype=Movable, function=move_one)
 
 
 @torch.no_grad()
-def loss_weight_of(micro_batch: MicroBatch, task: Task, module: nn.Module, context: RankContext) -> Tensor:
+def loss_weight_of(
+    micro_batch: MicroBatch, task: Task, module: nn.Module, context: RankContext
+) -> Tensor:
     """Return this micro-batch's loss weight as a 0-dim tensor. It is 0 if no sample counts toward the loss."""
     weight: Any = micro_batch.request.num_samples
     if task.loss_weight is not None and weight:
         weight = task.loss_weight(micro_batch.batch, module)
-    return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(weight)  # a copy from the host would wait
+    return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(
+        weight
+    )  # a copy from the host would wait
 
 
 def check_batch(batch: Any, num_samples: int, task: Task) -> None:
     """Raise ConfigError if a batch requires a gradient, or has left samples out that its weight in the loss counts."""
     entries = [*entries_of(batch)]
     if any(getattr(entry, "requires_grad", False) for entry in entries):
-        raise ConfigError("samples require a gradient. Detach them in dataset.py; compute_loss may require one anew.")
-    largest = max([len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples)
-    if largest < num_samples and task.loss_weight is None:  # also (T, B), where loss_weight() can return B
-        remedy = "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
-        raise ConfigError(f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}.")
+        raise ConfigError(
+            "samples require a gradient. Detach them in dataset.py; compute_loss may require one anew."
+        )
+    largest = max(
+        [len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples
+    )
+    if (
+        largest < num_samples and task.loss_weight is None
+    ):  # also (T, B), where loss_weight() can return B
+        remedy = (
+            "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
+        )
+        raise ConfigError(
+            f"dataset.py made a batch of {largest} entries from {num_samples} samples. {remedy}."
+        )
 
 
 def entries_of(batch: Any) -> Iterator[Any]:

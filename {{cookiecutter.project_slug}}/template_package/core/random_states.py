@@ -22,7 +22,9 @@ PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generato
 def seed_generators(seed: int) -> None:
     """Seed the random generators of Python, NumPy and torch, on all devices."""
     if (name := type(cast(Any, numpy.random).get_bit_generator()).__name__) != "MT19937":
-        raise ConfigError(f"numpy.random.set_bit_generator(): checkpoints cannot hold {name}. Leave the call out.")
+        raise ConfigError(
+            f"numpy.random.set_bit_generator(): checkpoints cannot hold {name}. Leave the call out."
+        )
     torch.manual_seed(seed)
     seed_cpu(seed)
 
@@ -36,7 +38,9 @@ def seed_cpu(seed: int, others: Iterable[Any] = ()) -> None:
         if isinstance(other, numpy.random.Generator):
             other.bit_generator.state = type(other.bit_generator)(own_seed).state
         else:
-            (other.manual_seed if isinstance(other, torch.Generator) else other.seed)(own_seed % 2**32)
+            (other.manual_seed if isinstance(other, torch.Generator) else other.seed)(
+                own_seed % 2**32
+            )
 
 
 def generators_of(*roots: Any) -> list[Any]:
@@ -49,12 +53,26 @@ def generators_of(*roots: Any) -> list[Any]:
     found, reached, seen = list[Any](), [*roots], {id(method.__self__) for method in global_ones}
     package, libraries = __name__.partition(".")[0], {*sys.stdlib_module_names, "torch", "numpy"}
     for value in reached:  # it grows
-        is_code = isinstance(value, type | FunctionType) and str(value.__module__).partition(".")[0] in libraries
-        is_other = type(value) is dict and not str(value.get("__package__", package)).startswith(package)
+        is_code = (
+            isinstance(value, type | FunctionType)
+            and str(value.__module__).partition(".")[0] in libraries
+        )
+        is_other = type(value) is dict and not str(value.get("__package__", package)).startswith(
+            package
+        )
         if isinstance(value, kinds):
             found.append(value)
-        elif not is_code and not is_other and not isinstance(value, Tensor | ModuleType) and len(reached) < 20_000:
-            parts = {id(x): x for x in gc.get_referents(value)[:500] if id(x) not in seen and not isinstance(x, PLAIN)}
+        elif (
+            not is_code
+            and not is_other
+            and not isinstance(value, Tensor | ModuleType)
+            and len(reached) < 20_000
+        ):
+            parts = {
+                id(x): x
+                for x in gc.get_referents(value)[:500]
+                if id(x) not in seen and not isinstance(x, PLAIN)
+            }
             seen.update(parts)
             reached += parts.values()
     return found
@@ -71,7 +89,13 @@ def get_random_states(*devices: torch.device) -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     return {
         "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
+        "numpy": (
+            str(name),
+            torch.from_numpy(keys.copy()),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
     }

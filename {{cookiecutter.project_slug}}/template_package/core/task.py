@@ -19,7 +19,16 @@ from ..errors import ConfigError
 
 Function = Callable[..., Any]
 IN_DATASET = ("build_datasets", "collate", "read_inputs")  # the other functions are in model.py
-RESERVED = {"split", "step", "epoch", "loss", "learning_rate", "samples_per_second", "gradient_norm", "num_samples"}
+RESERVED = {
+    "split",
+    "step",
+    "epoch",
+    "loss",
+    "learning_rate",
+    "samples_per_second",
+    "gradient_norm",
+    "num_samples",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +60,9 @@ class Task:
         """The names in dataset.py. Random generators may be among their values."""
         return vars(user_data)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a worker that is spawned finds them anew: a lambda cannot be sent
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # a worker that is spawned finds them anew: a lambda cannot be sent
         return find_task, ()
 
 
@@ -62,11 +73,15 @@ def find_task() -> Task:
     """
     found: dict[str, Any] = {}
     for item in fields(Task):
-        file, module = ("dataset.py", user_data) if item.name in IN_DATASET else ("model.py", user_model)
+        file, module = (
+            ("dataset.py", user_data) if item.name in IN_DATASET else ("model.py", user_model)
+        )
         value = getattr(module, item.name, None)
         found[item.name] = item.default if value is None else value
         if found[item.name] is MISSING:
-            raise ConfigError(f"{file} has no {item.name}(). Write it; README.md says what it takes and returns.")
+            raise ConfigError(
+                f"{file} has no {item.name}(). Write it; README.md says what it takes and returns."
+            )
     loss_weight = found["loss_weight"]
     if loss_weight is not None:
         parameters = signature(loss_weight).parameters.values()
@@ -82,7 +97,9 @@ def _checked(training_metrics: Function) -> Function:
 
     def checked(outputs: Any, batch: Any) -> Any:
         means = training_metrics(outputs, batch)
-        is_right = isinstance(means, Mapping) and all(isinstance(v, Tensor) and v.dim() == 0 for v in means.values())
+        is_right = isinstance(means, Mapping) and all(
+            isinstance(v, Tensor) and v.dim() == 0 for v in means.values()
+        )
         if not is_right or RESERVED & means.keys() or (first_names and means.keys() != first_names):
             rule = f"a dict of 0-dim tensors with the same names each time, none of them {', '.join(sorted(RESERVED))}"
             raise ConfigError(f"training_metrics() in model.py: it must return {rule}.")
@@ -100,15 +117,26 @@ def inner(dataset: Any) -> list[Any]:
             is_named = name in ("dataset", "datasets")  # an inner one may be of any class
             parts = value[:100] if isinstance(value, list) else [value]
             parts = [part for part in parts if is_named or isinstance(part, Dataset)]
-            found += [part for part in parts if all(part is not other for other in found)]  # arrays cannot be compared
+            found += [
+                part for part in parts if all(part is not other for other in found)
+            ]  # arrays cannot be compared
     return found[1:]
 
 
 def tell_of_names(*datasets: Any) -> None:
     """Warn of names in model.py, dataset.py and these data sets that look like misspelt names of ours."""
-    places = (user_model, user_data, *(place for dataset in datasets for place in (dataset, *inner(dataset))))
+    places = (
+        user_model,
+        user_data,
+        *(place for dataset in datasets for place in (dataset, *inner(dataset))),
+    )
     names = dict.fromkeys(name for place in places for name in getattr(place, "__dict__", ()))
-    known = [*(item.name for item in fields(Task)), "sample_lengths", "sample_weights", "label_names"]
+    known = [
+        *(item.name for item in fields(Task)),
+        "sample_lengths",
+        "sample_weights",
+        "label_names",
+    ]
     for name in names:
         close = get_close_matches(name, known, n=1, cutoff=0.8)
         if close and close[0] not in names:

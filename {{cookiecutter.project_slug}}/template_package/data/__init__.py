@@ -24,19 +24,35 @@ def build_datasets(task: Task, config: Config, context: RankContext) -> tuple[Da
 
 def create_loader(dataset: Any, task: Task, config: Config, context: RankContext) -> TrainLoader:
     training, steps = config.training, config.checkpoint.every_steps
-    sizes: Any = {"global_batch_size": training.global_batch_size, "micro_batch_size": training.micro_batch_size}
+    sizes: Any = {
+        "global_batch_size": training.global_batch_size,
+        "micro_batch_size": training.micro_batch_size,
+    }
     if not is_stream(dataset):
         order = find_order(dataset, config.seed, training.global_batch_size)
-        return TrainLoader(dataset, task, config.loader, context, seed=config.seed, order=order, **sizes)
-    for key, number in (("training.max_steps", training.max_steps), ("checkpoint.every_steps", steps)):
+        return TrainLoader(
+            dataset, task, config.loader, context, seed=config.seed, order=order, **sizes
+        )
+    for key, number in (
+        ("training.max_steps", training.max_steps),
+        ("checkpoint.every_steps", steps),
+    ):
         if number is None:
-            raise ConfigError(f"{key}=null: the training set has no __len__. Write it, or, for a stream, a number.")
+            raise ConfigError(
+                f"{key}=null: the training set has no __len__. Write it, or, for a stream, a number."
+            )
     for name in ("sample_weights", "sample_lengths"):
         if any(getattr(one, name, None) is not None for one in (dataset, *inner(dataset))):
-            raise ConfigError(f"{name}: a training set without __len__ and __getitem__ has none. Set it to None.")
+            raise ConfigError(
+                f"{name}: a training set without __len__ and __getitem__ has none. Set it to None."
+            )
     if "stream" not in available_files("extras"):
         remedy = "Copy extras/stream.py from the template (tools=all), or give it __len__ and __getitem__"
-        raise ConfigError(f"the training set can only be iterated, and this project has no extras/stream.py. {remedy}.")
+        raise ConfigError(
+            f"the training set can only be iterated, and this project has no extras/stream.py. {remedy}."
+        )
     stream = import_module(f"{__name__.partition('.')[0]}.extras.stream")
-    loader: TrainLoader = stream.StreamLoader(dataset, task, config.loader, context, seed=config.seed, **sizes)
+    loader: TrainLoader = stream.StreamLoader(
+        dataset, task, config.loader, context, seed=config.seed, **sizes
+    )
     return loader

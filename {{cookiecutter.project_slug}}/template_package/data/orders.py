@@ -19,14 +19,28 @@ def find_order(dataset: Any, seed: int, global_batch_size: int) -> Order | None:
     """Return the order that the data set's length, `sample_weights` or `sample_lengths` ask for; None: the usual."""
     num_samples = len(dataset)
     weights, lengths = numbers_of(dataset, "sample_weights"), numbers_of(dataset, "sample_lengths")
-    if weights is not None and num_samples and not (weights.min() >= 0 and 0 < weights.sum() < math.inf):
-        raise ConfigError("sample_weights of the training set: must be finite, from 0, and not all 0.")
+    if (
+        weights is not None
+        and num_samples
+        and not (weights.min() >= 0 and 0 < weights.sum() < math.inf)
+    ):
+        raise ConfigError(
+            "sample_weights of the training set: must be finite, from 0, and not all 0."
+        )
     if weights is None and lengths is None:
         return partial(LongOrder, num_samples, seed) if num_samples >= LONG else None
 
     def order(epoch: int) -> Tensor:
-        draws = epoch_order(num_samples, seed, epoch) if weights is None else weighted_order(weights, seed, epoch)
-        return draws if lengths is None else bucket_by_length(draws, lengths, global_batch_size, seed, epoch)
+        draws = (
+            epoch_order(num_samples, seed, epoch)
+            if weights is None
+            else weighted_order(weights, seed, epoch)
+        )
+        return (
+            draws
+            if lengths is None
+            else bucket_by_length(draws, lengths, global_batch_size, seed, epoch)
+        )
 
     return order
 
@@ -77,7 +91,9 @@ def bucket_by_length(order: Tensor, lengths: Tensor, size: int, seed: int, epoch
     whole, last = order.tensor_split([len(order) // size * size])
     windows = torch.split(whole, WINDOW * min(size, len(order)))
     # With sample_weights, each index is larger by a multiple of num_samples: see weighted_order().
-    batches = torch.cat([window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows])
+    batches = torch.cat(
+        [window[lengths[window % len(lengths)].argsort(stable=True)] for window in windows]
+    )
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch, -2))
     shuffled = torch.randperm(len(whole) // size, generator=generator)
     return torch.cat([batches.view(-1, size)[shuffled].flatten(), last])

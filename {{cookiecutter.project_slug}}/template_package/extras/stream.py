@@ -35,13 +35,24 @@ class StreamLoader(TrainLoader):
     _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
 
     def __init__(
-        self, dataset: Any, task: Task, config: LoaderConfig, context: RankContext, *, seed: int, **sizes: Any
+        self,
+        dataset: Any,
+        task: Task,
+        config: LoaderConfig,
+        context: RankContext,
+        *,
+        seed: int,
+        **sizes: Any,
     ) -> None:
         if (size := sizes["global_batch_size"]) % context.world_size:
             rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
             raise ConfigError(f"training.global_batch_size={size}: {rule}.")
-        super().__init__(PartFetcher(dataset, task, seed, context), task, config, context, seed=seed, **sizes)
-        self._reader.device = torch.device("cpu")  # a step's micro-batches are counted before the first one is moved
+        super().__init__(
+            PartFetcher(dataset, task, seed, context), task, config, context, seed=seed, **sizes
+        )
+        self._reader.device = torch.device(
+            "cpu"
+        )  # a step's micro-batches are counted before the first one is moved
 
     def start(self, epoch: int, position: int) -> None:
         """Make the next step begin at the stream position `self.cursor`. Both arguments are ignored."""
@@ -50,34 +61,57 @@ class StreamLoader(TrainLoader):
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
         """Return this rank's first micro-batch for a dry run. Training then opens the stream anew at self.cursor."""
         share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
-        self.micro_batch_size = max(size for size in range(1, self.micro_batch_size + 1) if share % size == 0)
+        self.micro_batch_size = max(
+            size for size in range(1, self.micro_batch_size + 1) if share % size == 0
+        )
         self.cursor = self.cursor or beginning
         if (former := self.cursor["split"]) != (present := beginning["split"]):
             remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
-            raise ConfigError(f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}.")
+            raise ConfigError(
+                f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}."
+            )
         if self._first is None or self._first.request.num_samples > self.micro_batch_size:
             self._first = next(self._read(beginning), None)
         if self._first is None:
-            raise ConfigError(f"rank {self._context.rank} finds no training item: cut the stream in more files.")
+            raise ConfigError(
+                f"rank {self._context.rank} finds no training item: cut the stream in more files."
+            )
         return self._first._replace(batch=move(self._first.batch, self._context.device))
 
     def _beginning(self, number: int) -> dict[str, Any]:
         """Return the cursor from which this rank begins pass number `number` over the data."""
         num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
         first, of = self._context.rank * num_workers, num_ranks * num_workers
-        parts = [{"part": [first + worker, of], "num_read": 0, "is_over": False} for worker in range(num_workers)]
-        return {"pass": number, "split": f"{num_ranks} ranks x {num_workers} parts", "turn": 0, "parts": parts}
+        parts = [
+            {"part": [first + worker, of], "num_read": 0, "is_over": False}
+            for worker in range(num_workers)
+        ]
+        return {
+            "pass": number,
+            "split": f"{num_ranks} ranks x {num_workers} parts",
+            "turn": 0,
+            "parts": parts,
+        }
 
     def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
         """Yield micro-batches from `cursor` to the end of the data. Each also says where the next one starts."""
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:
-            for number in count():  # a worker's first request names its cursor; before the turn, it asks for no item
-                part, size = cursor["parts"][number] if number < len(parts) else None, self.micro_batch_size
-                yield Request(cursor["pass"], [], [], size * (number >= cursor["turn"]), cursor=part)
+            for number in (
+                count()
+            ):  # a worker's first request names its cursor; before the turn, it asks for no item
+                part, size = (
+                    cursor["parts"][number] if number < len(parts) else None,
+                    self.micro_batch_size,
+                )
+                yield Request(
+                    cursor["pass"], [], [], size * (number >= cursor["turn"]), cursor=part
+                )
 
-        self._reader.fetcher.set_epoch(cursor["pass"])  # Hugging Face's workers share it: not all of them at once
+        self._reader.fetcher.set_epoch(
+            cursor["pass"]
+        )  # Hugging Face's workers share it: not all of them at once
         for number, answer in enumerate(self._reader.read(requests())):
             parts[number % len(parts)] = answer.request.cursor
             answer.request.cursor = cursor | {"turn": (number + 1) % len(parts), "parts": [*parts]}
@@ -92,10 +126,14 @@ class StreamLoader(TrainLoader):
         micro_batches = self._read(self.cursor)
         while True:
             pieces = [*islice(micro_batches, num_pieces)]
-            total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))  # on the CPU
+            total = int(
+                all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces)))
+            )  # on the CPU
             if total == 0:  # on all ranks
                 if self.cursor == self._beginning(number := self.cursor["pass"]):
-                    raise ConfigError("the training set has no items in its second pass: __iter__ must begin anew.")
+                    raise ConfigError(
+                        "the training set has no items in its second pass: __iter__ must begin anew."
+                    )
                 self.cursor = self._beginning(number + 1)
                 micro_batches = self._read(self.cursor)
                 continue
@@ -111,8 +149,13 @@ class PartFetcher(Fetcher):
     """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
     def __init__(self, dataset: Any, task: Task, seed: int, context: RankContext) -> None:
-        library, layers = type(dataset).__module__.partition(".")[0], getattr(dataset, "_ex_iterable", None)
-        self._is_sharded = library in ("datasets", "webdataset") or getattr(dataset, "is_sharded", False)
+        library, layers = (
+            type(dataset).__module__.partition(".")[0],
+            getattr(dataset, "_ex_iterable", None),
+        )
+        self._is_sharded = library in ("datasets", "webdataset") or getattr(
+            dataset, "is_sharded", False
+        )
         self.max_workers = 8 if self._is_sharded else 1  # more would each read all of it
         if _has(layers, "split_when_sharding"):
             rule = "each part would skip or take a part of them, of its own files. Hold out whole files instead"
@@ -121,10 +164,14 @@ class PartFetcher(Fetcher):
             from datasets.distributed import split_dataset_by_node
 
             dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
-        self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")  # not in the state
+        self._has_state = hasattr(dataset, "load_state_dict") and not _has(
+            layers, "buffer_size"
+        )  # not in the state
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
         super().__init__(dataset, task, seed)
-        if self._has_state or library == "datasets":  # its own generators may hold the order of its items
+        if (
+            self._has_state or library == "datasets"
+        ):  # its own generators may hold the order of its items
             self._roots.remove(dataset)
 
     def __len__(self) -> int:
@@ -133,7 +180,10 @@ class PartFetcher(Fetcher):
     def _read(self, request: Request) -> Any:
         with generators_restored():
             if request.cursor is not None:
-                self._cursor, self._items = request.cursor, self._read_part(request.cursor, request.epoch)
+                self._cursor, self._items = (
+                    request.cursor,
+                    self._read_part(request.cursor, request.epoch),
+                )
             items = [*islice(self._items, request.num_samples)]
             batch = self._task.collate(items) if items else None
         if self._has_state and request.num_samples:
@@ -142,11 +192,17 @@ class PartFetcher(Fetcher):
         return batch
 
     def _read_part(self, cursor: dict[str, Any], epoch: int) -> Iterator[Any]:
-        (part, num_parts), num_former, started_at = cursor["part"], cursor["num_read"], time.perf_counter()
+        (part, num_parts), num_former, started_at = (
+            cursor["part"],
+            cursor["num_read"],
+            time.perf_counter(),
+        )
         if self._has_state:
             self._dataset.load_state_dict(deepcopy(cursor.get("state", self._beginning)))
         if not self._is_sharded:
-            _utils.worker._worker_info = None  # a data set that splits its items among workers would split them again
+            _utils.worker._worker_info = (
+                None  # a data set that splits its items among workers would split them again
+            )
         items = iter(() if cursor["is_over"] else self._dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:
@@ -166,4 +222,6 @@ class PartFetcher(Fetcher):
 def _has(layer: Any, name: str) -> bool:
     """Return True if attribute `name` is true in this Hugging Face data set or in a data set that it wraps."""
     inner = getattr(layer, "ex_iterables", [getattr(layer, "ex_iterable", None)])
-    return bool(getattr(layer, name, False)) or any(_has(one, name) for one in inner if one is not None)
+    return bool(getattr(layer, name, False)) or any(
+        _has(one, name) for one in inner if one is not None
+    )

@@ -42,7 +42,9 @@ class Gpu:
 
     def __str__(self) -> str:
         memory = f"{self.free_memory / GIB:.1f} of {self.total_memory / GIB:.1f} GiB free"
-        return f"GPU {self.index}  {self.name}  {memory}  used by {', '.join(self.users) or 'nobody'}"
+        return (
+            f"GPU {self.index}  {self.name}  {memory}  used by {', '.join(self.users) or 'nobody'}"
+        )
 
 
 class Gpus(NamedTuple):
@@ -56,11 +58,17 @@ class Devices(NamedTuple):
 
     names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
     notes: list[str]  # for the log
-    locks: tuple[socket.socket, ...] = ()  # to be kept as long as the run lives; they end with the process
+    locks: tuple[
+        socket.socket, ...
+    ] = ()  # to be kept as long as the run lives; they end with the process
 
 
 def take_devices(
-    device_ids: Any, launch: LaunchConfig, environment: Mapping[str, str], num_ranks: int = 0, nvml: Any = None
+    device_ids: Any,
+    launch: LaunchConfig,
+    environment: Mapping[str, str],
+    num_ranks: int = 0,
+    nvml: Any = None,
 ) -> Devices:
     """Choose and lock this node's devices. Raise ConfigError if they are not available within launch.wait_minutes.
 
@@ -90,9 +98,15 @@ def take_devices(
     if wanted == "auto" and not num_free and not is_waiting:
         if num_needed == 1 and torch.backends.mps.is_available():  # a Mac's GPU
             return Devices(["mps"], [])
-        return Devices(["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes])
+        return Devices(
+            ["cpu"] * num_needed, ["no GPU can be taken: computing on the CPU", *devices.notes]
+        )
     remedy = "Ask for fewer, wait (launch.wait_minutes=30), share (launch.share_gpus=true), or set device_ids=cpu,cpu."
-    raise ConfigError("\n".join([f"{rule}, and found {num_free} of {len(gpus.visible)}. {remedy}", *devices.notes]))
+    raise ConfigError(
+        "\n".join(
+            [f"{rule}, and found {num_free} of {len(gpus.visible)}. {remedy}", *devices.notes]
+        )
+    )
 
 
 def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
@@ -102,17 +116,25 @@ def _find_named(wanted: list[int], gpus: Gpus) -> list[Gpu]:
     missing = f"does not exist; driver and CUDA_VISIBLE_DEVICES show {[*visible] or 'none'}{reason}"
     for index in wanted:
         if problem := visible[index].problem if index in visible else missing:
-            raise ConfigError(f"device_ids={one_line(wanted)}: GPU {index} {problem}. Set device_ids=cpu,cpu or auto.")
+            raise ConfigError(
+                f"device_ids={one_line(wanted)}: GPU {index} {problem}. Set device_ids=cpu,cpu or auto."
+            )
     return [visible[index] for index in wanted]
 
 
-def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()) -> tuple[Devices, int]:
+def _take(
+    gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu] = ()
+) -> tuple[Devices, int]:
     """Lock the `named` GPUs. If none are named, try to lock `number` free GPUs, or every free GPU if it is 0."""
     deadline = time.monotonic() + CHOOSER_SECONDS
-    while (chooser := take_lock("chooser")) is None:  # one process at a time: of two that want all GPUs, one gets them
+    while (
+        chooser := take_lock("chooser")
+    ) is None:  # one process at a time: of two that want all GPUs, one gets them
         if time.monotonic() > deadline:  # it takes milliseconds
             problem = f"another run has been choosing for {CHOOSER_SECONDS:g} s: is it suspended (Ctrl-Z)?"
-            raise ConfigError(f"device_ids: {problem} End it; `ps -eo pid,stat,user,args` shows it with STAT T.")
+            raise ConfigError(
+                f"device_ids: {problem} End it; `ps -eo pid,stat,user,args` shows it with STAT T."
+            )
         time.sleep(0.01)
     with chooser:
         locks = {gpu: _take_locks(gpu) for gpu in gpus.visible}
@@ -126,7 +148,10 @@ def _take(gpus: Gpus, launch: LaunchConfig, number: int = 0, named: Sequence[Gpu
                 lock.close()
         held = [lock for gpu in dict.fromkeys(chosen) for lock in locks[gpu][:1]]
     names = {gpu: f"cuda:{gpus.visible.index(gpu)}" for gpu in chosen}
-    states |= {gpu: f"-> {name}{', another run uses it too' if is_used[gpu] else ''}" for gpu, name in names.items()}
+    states |= {
+        gpu: f"-> {name}{', another run uses it too' if is_used[gpu] else ''}"
+        for gpu, name in names.items()
+    }
     table = [f"{gpu}  {states.get(gpu, 'hidden by CUDA_VISIBLE_DEVICES')}" for gpu in gpus.present]
     notes = [*filter(None, [gpus.problem]), *table]
     return Devices([names[gpu] for gpu in chosen], notes, tuple(held)), len(free)
@@ -161,13 +186,17 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     try:
         nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
         driver = nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-    except nvml.NVMLError as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
+    except (
+        nvml.NVMLError
+    ) as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
         gpus = [Gpu(index) for index in range(torch.cuda.device_count())]
         return Gpus(gpus, gpus, f"NVML: {error}")
     if driver < int((built := torch.version.cuda or "0").partition(".")[0]):
         problem = f"torch {torch.__version__} is built for CUDA {built}, and this driver ends at CUDA {driver}"
         wheel = f"torch=={torch.__version__.partition('+')[0]} --index-url https://download.pytorch.org/whl/cu126"
-        raise ConfigError(f"{problem}. Update it, or for CUDA 12: python -m pip install --force-reinstall {wheel}")
+        raise ConfigError(
+            f"{problem}. Update it, or for CUDA 12: python -m pip install --force-reinstall {wheel}"
+        )
     present, problems = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -180,15 +209,24 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
 def _read(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     gpu = Gpu(index, uuid=nvml.nvmlDeviceGetUUID(handle), name=nvml.nvmlDeviceGetName(handle))
-    with suppress(nvml.NVMLError):  # not every GPU and driver answers every question: the rest stays unknown
+    with suppress(
+        nvml.NVMLError
+    ):  # not every GPU and driver answers every question: the rest stays unknown
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        generations = getattr(torch._C, "_cuda_getArchFlags", str)() or ""  # `sm_75 sm_80 …`; CUDA is not started
+        generations = (
+            getattr(torch._C, "_cuda_getArchFlags", str)() or ""
+        )  # `sm_75 sm_80 …`; CUDA is not started
         oldest = min((int(arch) for arch in re.findall(r"sm_(\d+)", generations)), default=0)
         if 10 * major + minor < oldest:
-            gpu = replace(gpu, problem=f"has compute capability {major}.{minor}, for which this torch has no kernels")
+            gpu = replace(
+                gpu,
+                problem=f"has compute capability {major}.{minor}, for which this torch has no kernels",
+            )
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         gpu = replace(gpu, free_memory=memory.free, total_memory=memory.total)
-        users = {owner(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        users = {
+            owner(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        }
         gpu = replace(gpu, users=tuple(sorted(users)))
     return gpu
 
@@ -209,7 +247,11 @@ def _visible(gpus: list[Gpu], mask: str) -> list[Gpu]:
     for entry in map(str.strip, mask.split(",")):
         if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one, as cuda:0
             return [Gpu(0, uuid=entry, name="MIG device")]
-        named = [gpu for gpu in gpus if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))]
+        named = [
+            gpu
+            for gpu in gpus
+            if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))
+        ]
         if len(named) != 1:
             break
         visible += named
@@ -220,8 +262,12 @@ def take_lock(name: str) -> socket.socket | None:
     """Return a lock on `name`, or None if it is locked already. The lock lasts until this process and its forks end."""
     lock = socket.socket(socket.AF_UNIX)
     try:
-        if name and sys.platform == "linux":  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
-            lock.bind(f"\0ddp-template-gpu/{name}")  # the same in every project; the \0 makes it abstract
+        if (
+            name and sys.platform == "linux"
+        ):  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
+            lock.bind(
+                f"\0ddp-template-gpu/{name}"
+            )  # the same in every project; the \0 makes it abstract
     except OSError:  # EADDRINUSE
         lock.close()
         return None

@@ -24,13 +24,21 @@ class RankContext:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    devices: tuple[torch.device, ...] = (torch.device("cpu"),)  # of this process: several only under data_parallel
-    device_notes: tuple[str, ...] = ()  # for the log: which GPU became which cuda:i, and why others were left out
+    devices: tuple[torch.device, ...] = (
+        torch.device("cpu"),
+    )  # of this process: several only under data_parallel
+    device_notes: tuple[
+        str, ...
+    ] = ()  # for the log: which GPU became which cuda:i, and why others were left out
     started_at: float = 0.0  # the start of the command, in seconds since 1970
     node_rank: int = 0
-    store: Any = None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
+    store: Any = (
+        None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
+    )
     attempt: int = 0  # restarts before this start of the ranks
-    report_failure: Callable[[str, int], object] = print  # tells why this rank fails: text, exit code
+    report_failure: Callable[[str, int], object] = (
+        print  # tells why this rank fails: text, exit code
+    )
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({socket.gethostname()}, {self.device})"
@@ -41,7 +49,9 @@ class RankContext:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64  # of sums over samples; MPS has no float64
+        return (
+            torch.float32 if self.device.type == "mps" else torch.float64
+        )  # of sums over samples; MPS has no float64
 
     @property
     def is_main(self) -> bool:
@@ -52,7 +62,9 @@ class RankContext:
         """Run the `with` block on local rank 0, then on the node's other ranks, so a node downloads data only once."""
         key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
-            self.store.wait([key], timedelta(days=7))  # no collective: NCCL's watchdog would abort a long download
+            self.store.wait(
+                [key], timedelta(days=7)
+            )  # no collective: NCCL's watchdog would abort a long download
         try:
             yield
         finally:
@@ -65,7 +77,9 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
     """Return the RankContext that launch() made for this process. Fail if the arguments contradict that context."""
-    assert (rank, world_size) == (current.rank, current.world_size), "run_fn was not started by launch()"
+    assert (rank, world_size) == (current.rank, current.world_size), (
+        "run_fn was not started by launch()"
+    )
     return current
 
 

@@ -35,7 +35,9 @@ class Launched(NamedTuple):
     master_addr: str
     master_port: int
     attempt: int = 0  # restarts before this start
-    is_store_served: bool = False  # by the launcher, as torchrun's agent does; otherwise rank 0 serves it
+    is_store_served: bool = (
+        False  # by the launcher, as torchrun's agent does; otherwise rank 0 serves it
+    )
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
@@ -54,19 +56,39 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
         if "LOCAL_SIZE" in environment:  # the launcher `deepspeed`
             environment = {"LOCAL_WORLD_SIZE": environment["LOCAL_SIZE"], **environment}
         rank, world_size, local_rank, num_tasks, port = read_numbers(environment, TORCHRUN)
-        node_rank = int(environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // num_tasks)
-        address, attempt = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("TORCHELASTIC_RESTART_COUNT", 0)
+        node_rank = int(
+            environment.get("GROUP_RANK") or environment.get("CROSS_RANK") or rank // num_tasks
+        )
+        address, attempt = (
+            environment.get("MASTER_ADDR", "127.0.0.1"),
+            environment.get("TORCHELASTIC_RESTART_COUNT", 0),
+        )
         fields = rank, world_size, local_rank, num_tasks, node_rank, address, port
-        return Launched(launcher, *fields, int(attempt), environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        return Launched(
+            launcher,
+            *fields,
+            int(attempt),
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
     if launcher == "srun":
         rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
-        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "2(x3),1"
-        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]  # of each node
+        counts = re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )  # "2(x3),1"
+        tasks = [
+            int(count) for count, times in counts for _ in range(int(times or 1))
+        ]  # of each node
         address = launch.master_addr
-        if len(tasks) > 1 and is_loopback(address):  # the first node's name need not be the name of a host
+        if len(tasks) > 1 and is_loopback(
+            address
+        ):  # the first node's name need not be the name of a host
             command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
-            address = re.findall(r"NodeAddr=(\S+)", subprocess.check_output(command, text=True, timeout=30))[0]
-        port = launch.master_port or port_for(f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}")
+            address = re.findall(
+                r"NodeAddr=(\S+)", subprocess.check_output(command, text=True, timeout=30)
+            )[0]
+        port = launch.master_port or port_for(
+            f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
+        )
         fields = rank, world_size, local_rank, tasks[node_rank], node_rank, address, port
         return Launched(launcher, *fields, int(environment.get("SLURM_RESTART_COUNT", 0)))
     return import_module(".horovodrun", __package__).find(environment, launch) if launcher else None
@@ -82,7 +104,9 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 def port_for(job: str) -> int:
     """Return a port that is the same on every rank of a job and probably differs from the ports of other jobs."""
-    return 20_000 + zlib.crc32(job.encode()) % 12_000  # below the ports that Linux hands out itself, from 32768 on
+    return (
+        20_000 + zlib.crc32(job.encode()) % 12_000
+    )  # below the ports that Linux hands out itself, from 32768 on
 
 
 def is_loopback(address: str) -> bool:
@@ -101,7 +125,14 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
     target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
-    routes = [line.split() for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]]
-    masks = [(int(row[7], 16), row[0]) for row in routes if target & int(row[7], 16) == int(row[1], 16)]
+    routes = [
+        line.split()
+        for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]
+    ]
+    masks = [
+        (int(row[7], 16), row[0]) for row in routes if target & int(row[7], 16) == int(row[1], 16)
+    ]
     # On node 0 Debian's /etc/hosts gives its own name a loopback address, to which no route but the default one leads.
-    os.environ["GLOO_SOCKET_IFNAME"] = max(masks, key=lambda way: way[0].bit_count())[1] if masks else routes[0][0]
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        max(masks, key=lambda way: way[0].bit_count())[1] if masks else routes[0][0]
+    )

@@ -38,7 +38,9 @@ class Node(NamedTuple):
     """Describes this node's part of a run: the devices of its ranks, and the launcher (such as torchrun), if any."""
 
     devices: Devices
-    num_ranks: int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
+    num_ranks: (
+        int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
+    )
     launched: Launched | None = None  # where a launcher has put this process, if one has started it
     store: dist.Store | None = None  # where the launcher's ranks meet
 
@@ -47,14 +49,18 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
     """Choose this node's devices, waiting for free ones if necessary. Raise ConfigError if it cannot get them."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # a handler in Python would wait for the store's answer
+            signal.signal(
+                number, signal.SIG_DFL
+            )  # a handler in Python would wait for the store's answer
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
         _become_torchrun(config)
     devices = take_devices(config.device_ids, config.launch, environment)
     num_ranks = 1 if config.strategy == "data_parallel" else len(devices.names)
     if num_ranks == 1 and len(set(devices.names)) < len(devices.names):
-        raise ConfigError("strategy=data_parallel: drives one CPU, or GPUs named once. Set device_ids=cpu.")
+        raise ConfigError(
+            "strategy=data_parallel: drives one CPU, or GPUs named once. Set device_ids=cpu."
+        )
     return Node(devices, num_ranks)
 
 
@@ -62,18 +68,30 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
     """Run run_fn(rank, world_size, config) once per rank, and return the exit code for run.py (0 for success)."""
     devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
     num_ranks = launched.local_world_size if launched else world_size  # on this node
-    arguments = [(rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)]
-    contexts = [RankContext(*values, tuple(node.devices.notes), processes.STARTED_AT) for values in arguments]
+    arguments = [
+        (rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)
+    ]
+    contexts = [
+        RankContext(*values, tuple(node.devices.notes), processes.STARTED_AT)
+        for values in arguments
+    ]
     if launched is not None:
-        context = replace(contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank)
+        context = replace(
+            contexts[launched.local_rank], rank=launched.rank, node_rank=launched.node_rank
+        )
         context = replace(context, attempt=launched.attempt, store=node.store)
         # A copy of stderr: the other ranks' stderr is their log while they train.
-        console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        console = os.fdopen(
+            os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1
+        )
         return _run_rank(run_fn, config, context, console)
     while (code := _start_ranks(run_fn, config, contexts)) == processes.OUT_OF_MEMORY:
         contexts = [replace(context, attempt=context.attempt + 1) for context in contexts]
         gc.collect()  # a single rank has run here: its model may be part of a cycle, and still on the GPU
-        print("out of memory: starting again from the last checkpoint, with smaller micro-batches", file=sys.stderr)
+        print(
+            "out of memory: starting again from the last checkpoint, with smaller micro-batches",
+            file=sys.stderr,
+        )
     return code
 
 
@@ -81,13 +99,21 @@ def serve_local_store() -> dist.TCPStore:
     # A socket of ours: torch would listen on every interface, and ask the name service for the name of each client.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext]) -> int:
     if len(contexts) == 1:
         with processes.stop_signals_call(processes.raise_stop):
-            return _run_rank(run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr)
+            return _run_rank(
+                run_fn, config, replace(contexts[0], store=dist.HashStore()), sys.stderr
+            )
     store = serve_local_store()
     arguments = [(run_fn, config, context, None, store.port) for context in contexts]
     code, failure = processes.run_processes(_run_rank, arguments, store, config.launch.start_method)
@@ -95,24 +121,36 @@ def _start_ranks(run_fn: RunFunction, config: Config, contexts: list[RankContext
         text, log = failure.text, run_directory(config.name) / "logs" / f"rank_{failure.rank}.log"
         if failure.is_silent:  # NCCL and CUDA write their reasons into the log before they abort
             # The part after the last " host=", which each start writes, without the stacks of faulthandler and C++.
-            written = log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
+            written = (
+                log.read_text("utf-8", "replace").rpartition(" host=")[2] if log.exists() else ""
+            )
             lines = written.partition("Fatal Python error")[0].splitlines()[1:]
             frames = ("frame #", "Exception raised from")
-            tail = "\n".join([line for line in lines if line.strip() and not line.startswith(frames)][-15:])
-            text = f"{contexts[failure.rank]} failed:\n{text}; see {log}" + (tail and f", which ends with:\n{tail}")
+            tail = "\n".join(
+                [line for line in lines if line.strip() and not line.startswith(frames)][-15:]
+            )
+            text = f"{contexts[failure.rank]} failed:\n{text}; see {log}" + (
+                tail and f", which ends with:\n{tail}"
+            )
         print(text, file=sys.stderr, flush=True)
     return code
 
 
-def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0) -> int:
+def _run_rank(
+    run_fn: RunFunction, config: Config, context: RankContext, console: TextIO | None, port: int = 0
+) -> int:
     """Run one rank and return its exit code. If `console` is None, the launching process reports any error."""
     # Twice the time-out: training/stopping.py finds a hang before, and tells it from a run that was halted.
     timeout = timedelta(minutes=2 * config.launch.timeout_minutes + config.launch.wait_minutes)
     if console is None:
         choose_interface(config.launch.network_interface, "127.0.0.1", is_one_machine=True)
-        context = replace(context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout))
+        context = replace(
+            context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        )
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
-    if context.local_world_size > 1:  # one rank has all cores by itself, and MKL is slower once it is told a number
+    if (
+        context.local_world_size > 1
+    ):  # one rank has all cores by itself, and MKL is slower once it is told a number
         torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
     # A second connection, opened now: another thread may block the first, and to look for a lost store takes minutes.
     store = context.store.clone()
@@ -149,11 +187,17 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
         return processes.STOPPED[0]
     except StopRun as stop:
         code = stop.code
-        if code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1:  # under a launcher
-            return fail("out of memory: the same command continues, with smaller micro-batches", code)
+        if (
+            code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1
+        ):  # under a launcher
+            return fail(
+                "out of memory: the same command continues, with smaller micro-batches", code
+            )
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
-    if code != processes.OUT_OF_MEMORY:  # after it, other ranks may be in a collective: leaving would wait for them
+    if (
+        code != processes.OUT_OF_MEMORY
+    ):  # after it, other ranks may be in a collective: leaving would wait for them
         gc.collect()  # gloo hangs if DDP outlives the group
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -163,16 +207,24 @@ def _run_rank(run_fn: RunFunction, config: Config, context: RankContext, console
 def _check_alike(config: Config, context: RankContext) -> None:
     """Raise ConfigError on all ranks if the ranks differ in device type, torch version, config or source files."""
     package = Path(__file__).parents[1]
-    same = {key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")}
+    same = {
+        key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")
+    }
     own = {"device": context.device.type, "torch": torch.__version__, "config": same}
-    own["sources"] = {str(path.relative_to(package)): crc32(path.read_bytes()) for path in package.rglob("*.py")}
+    own["sources"] = {
+        str(path.relative_to(package)): crc32(path.read_bytes()) for path in package.rglob("*.py")
+    }
     # No collective: CPU and GPU ranks share no backend. Rank 0, whose process may hold the store, returns last.
     timeout = context.store.timeout.total_seconds()
-    texts = synchronize(context.store, json.dumps(own).encode(), context.rank, context.world_size, "alike/", timeout)
+    texts = synchronize(
+        context.store, json.dumps(own).encode(), context.rank, context.world_size, "alike/", timeout
+    )
     first, *others = map(json.loads, texts)
     for rank, other in enumerate(others, start=1):
         if lines := differing_keys(first, other):
-            raise ConfigError(f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike.")
+            raise ConfigError(
+                f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike."
+            )
 
 
 def _become_torchrun(config: Config) -> None:
@@ -180,32 +232,61 @@ def _become_torchrun(config: Config) -> None:
     launch, script = config.launch, Path(__file__).parents[2] / "scripts" / "multi_node.sh"
     if is_loopback(launch.master_addr) or not launch.master_port:
         remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0, not the loopback."
-        raise ConfigError(f"launch.nodes={launch.nodes}: needs an address and a port that all nodes reach. {remedy}")
-    meeting: dict[str, object] = {"NNODES": launch.nodes, "NODE_RANK": launch.node_rank, "PYTHON": sys.executable}
+        raise ConfigError(
+            f"launch.nodes={launch.nodes}: needs an address and a port that all nodes reach. {remedy}"
+        )
+    meeting: dict[str, object] = {
+        "NNODES": launch.nodes,
+        "NODE_RANK": launch.node_rank,
+        "PYTHON": sys.executable,
+    }
     meeting |= {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
-    os.execvpe("bash", ["bash", str(script), *sys.argv[1:]], os.environ | {k: str(v) for k, v in meeting.items()})
+    os.execvpe(
+        "bash",
+        ["bash", str(script), *sys.argv[1:]],
+        os.environ | {k: str(v) for k, v in meeting.items()},
+    )
 
 
 def _join(config: Config, launched: Launched, environment: Mapping[str, str]) -> Node:
     """Connect to the store that all ranks share, and return this node. Its local rank 0 chooses the devices."""
     if config.strategy == "data_parallel":
-        raise ConfigError("strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher.")
+        raise ConfigError(
+            "strategy=data_parallel: one process drives all devices. Type `python run.py`, no launcher."
+        )
     processes.die_with_parent()  # torchrun's agent, when killed, leaves its ranks behind
     address, options, num_ranks = launched.master_addr, config.launch, launched.local_world_size
-    choose_interface(options.network_interface, address, is_one_machine=launched.world_size == num_ranks)
+    choose_interface(
+        options.network_interface, address, is_one_machine=launched.world_size == num_ranks
+    )
     timeout = timedelta(minutes=options.timeout_minutes + options.wait_minutes)
     is_server = launched.rank == 0 and not launched.is_store_served
-    server = dist.TCPStore(address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout)
+    server = dist.TCPStore(
+        address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout
+    )
     # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
-    store, key = dist.PrefixStore(f"attempt_{launched.attempt}", server), f"devices/{launched.node_rank}"
-    if launched.launcher == "srun" and config.device_ids == "auto" and len(find_gpus(environment).visible) == 1:
-        devices = take_devices("auto:1", options, environment)  # each rank its own: --gpus-per-task=1, --gpu-bind
-        return Node(devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store)
+    store, key = (
+        dist.PrefixStore(f"attempt_{launched.attempt}", server),
+        f"devices/{launched.node_rank}",
+    )
+    if (
+        launched.launcher == "srun"
+        and config.device_ids == "auto"
+        and len(find_gpus(environment).visible) == 1
+    ):
+        devices = take_devices(
+            "auto:1", options, environment
+        )  # each rank its own: --gpus-per-task=1, --gpu-bind
+        return Node(
+            devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store
+        )
     if launched.local_rank > 0:
         return Node(Devices(json.loads(store.get(key)), []), launched.world_size, launched, store)
     devices = take_devices(config.device_ids, options, environment, num_ranks)
     if (number := len(devices.names)) != num_ranks:
         problem = f"names {number} devices, but {launched.launcher} started {num_ranks} ranks on this node"
-        raise ConfigError(f"device_ids={one_line(config.device_ids)}: {problem}. Make both numbers equal.")
+        raise ConfigError(
+            f"device_ids={one_line(config.device_ids)}: {problem}. Make both numbers equal."
+        )
     store.set(key, json.dumps(devices.names))
     return Node(devices, launched.world_size, launched, store)

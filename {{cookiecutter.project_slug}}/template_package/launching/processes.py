@@ -28,7 +28,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # it was asked to stop, and has saved if it had time to
+STOPPED = (
+    128 + signal.SIGINT,
+    128 + signal.SIGTERM,
+)  # it was asked to stop, and has saved if it had time to
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
 IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
@@ -39,7 +42,9 @@ STOP = "stop/signal"  # the signal that asks all ranks to stop
 BEGUN = "stop/begun/{rank}"  # how many steps and evaluation batches a rank had begun when it heard of the request
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-early_requests: list[int] = []  # stop signals that reached this rank before training: StopRequest reads them
+early_requests: list[
+    int
+] = []  # stop signals that reached this rank before training: StopRequest reads them
 
 
 class Failure(NamedTuple):
@@ -59,21 +64,33 @@ def num_usable_cores() -> int:
 def start_fork_server() -> None:
     """Start the server that will fork the ranks. It imports slow packages while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
-    names = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics", "tqdm", "pydantic"]
+    names = [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torchmetrics",
+        "tqdm",
+        "pydantic",
+    ]
     multiprocessing.set_forkserver_preload(names)
     with signals_blocked():
         forkserver.ensure_running()
 
 
 def run_processes(
-    work: Callable[..., int], arguments: Sequence[tuple[Any, ...]], store: "Store", start_method: str
+    work: Callable[..., int],
+    arguments: Sequence[tuple[Any, ...]],
+    store: "Store",
+    start_method: str,
 ) -> tuple[int, Failure | None]:
     """Run `work(*arguments[i])` in a process for each rank i. Return the exit code and the failure, if any."""
     default = "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
     processes = [context.Process(target=_main, args=(work, own)) for own in arguments]
     signals: list[int] = []
-    with stop_signals_call(signals.append):  # before the first rank starts, which would wait for others
+    with stop_signals_call(
+        signals.append
+    ):  # before the first rank starts, which would wait for others
         try:
             with signals_blocked():
                 for process in processes:
@@ -81,7 +98,9 @@ def run_processes(
             _wait(processes, signals, store)
             if any(process.exitcode is None for process in processes) and not signals:
                 time.sleep(0.2)  # ranks that fell together: let them end, and judge by all
-            codes = [process.exitcode for process in processes]  # None: still alive, and killed below
+            codes = [
+                process.exitcode for process in processes
+            ]  # None: still alive, and killed below
         finally:
             for process in (process for process in processes if process.pid is not None):
                 process.kill()  # SIGKILL: a rank inside a collective answers to nothing else
@@ -99,7 +118,10 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
     """Wait until all ranks exit, one fails, or it is time to kill them all. Forward stop signals to the ranks."""
     while alive := [process for process in processes if process.exitcode is None]:
         wait([process.sentinel for process in alive], timeout=0.2)
-        if any(process.exitcode not in (None, *IN_ORDER) for process in processes) or signal.SIGINT in signals[1:]:
+        if (
+            any(process.exitcode not in (None, *IN_ORDER) for process in processes)
+            or signal.SIGINT in signals[1:]
+        ):
             return
         if signals and not store.check([STOP]):
             if not store.check([READY]):
@@ -111,17 +133,26 @@ def _wait(processes: Sequence[BaseProcess], signals: list[int], store: "Store") 
 
 def _find_failure(codes: Sequence[int | None], store: "Store") -> Failure | None:
     """Return the failure to report, or None if no rank failed. Prefer a rank that ended without a message."""
-    failed = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER]
+    failed = [
+        (rank, code) for rank, code in enumerate(codes) if code is not None and code not in IN_ORDER
+    ]
     silent = [(rank, code) for rank, code in failed if code not in (1, 2)]
     if not failed:
         return None
     first = Failure(*json.loads(store.get(FAILURE))) if store.check([FAILURE]) else None
     told = first and first.rank
     # Memory that ran out comes first. NCCL may abort the others, and a rank that has just stored its traceback.
-    rank, code = min(silent or failed, key=lambda it: (it[1] != OUT_OF_MEMORY, it[1] == -signal.SIGABRT, it[0] != told))
+    rank, code = min(
+        silent or failed,
+        key=lambda it: (it[1] != OUT_OF_MEMORY, it[1] == -signal.SIGABRT, it[0] != told),
+    )
     if first and (not silent or rank == told):
         return first
-    text = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, without a word"
+    text = (
+        f"killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}, without a word"
+    )
     text = text.replace("SIGKILL", "SIGKILL (out of memory?)")
     return Failure(rank, OUT_OF_MEMORY if code == OUT_OF_MEMORY else 1, text, is_silent=True)
 
@@ -136,7 +167,9 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
-        os.close(alive)  # the launching process alone keeps the fork server, this rank's parent, alive
+        os.close(
+            alive
+        )  # the launching process alone keeps the fork server, this rank's parent, alive
     end_process(work(*arguments) or DONE)
 
 
@@ -144,8 +177,13 @@ def end_process(code: int) -> NoReturn:
     """End this process at once. On a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if multiprocessing.parent_process() is None:  # a normal exit would remove multiprocessing's folder in /tmp
-        shutil.rmtree(vars(multiprocessing.current_process())["_config"].get("tempdir", ""), ignore_errors=True)
+    if (
+        multiprocessing.parent_process() is None
+    ):  # a normal exit would remove multiprocessing's folder in /tmp
+        shutil.rmtree(
+            vars(multiprocessing.current_process())["_config"].get("tempdir", ""),
+            ignore_errors=True,
+        )
     os._exit(code)
 
 
@@ -180,7 +218,9 @@ def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)
 
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, _main()
+    numbers = [
+        number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # nohup, _main()
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -13,13 +13,21 @@ __all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
     """Build the configured strategy. With one rank, skip the wrapper for ddp, and for fsdp without CPU offload."""
-    is_plain = config.strategy == "ddp" or (config.strategy == "fsdp" and not config.fsdp.cpu_offload)
+    is_plain = config.strategy == "ddp" or (
+        config.strategy == "fsdp" and not config.fsdp.cpu_offload
+    )
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)
-    arguments = config.training, context, getattr(config, config.strategy, config.ddp)  # its own section, if any
+    arguments = (
+        config.training,
+        context,
+        getattr(config, config.strategy, config.ddp),
+    )  # its own section, if any
     try:
         strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(*arguments)
     except ModuleNotFoundError as error:
         remedy = f"Type: python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
-        raise ConfigError(f"strategy={config.strategy}: {error.name} is not installed. {remedy}") from None
+        raise ConfigError(
+            f"strategy={config.strategy}: {error.name} is not installed. {remedy}"
+        ) from None
     return strategy

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradientAccumulationPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,7 +81,9 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
             return Accelerator(
                 mixed_precision=precision.replace("fp32", "no"),
                 cpu=context.device.type == "cpu",
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the weights hold the division
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=1
+                ),  # the weights hold the division
                 kwargs_handlers=[ddp],
             )
     except NotImplementedError as error:  # Accelerate knows GPUs and drivers on which it fails
@@ -86,10 +92,16 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
 
 def _check_launcher(precision: str) -> None:
     """Raise ConfigError if the settings of `accelerate launch` or `accelerate config` contradict config.yaml."""
-    asked = {name: value.lower() for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    asked = {
+        name: value.lower() for name, value in os.environ.items() if name.startswith("ACCELERATE_")
+    }
     mixed = asked.pop("ACCELERATE_MIXED_PRECISION", "no")
     prefix, is_cpu = "ACCELERATE_USE_", "ACCELERATE_USE_CPU"
-    plugins = [name for name in asked if name.startswith(prefix) and name != is_cpu and asked[name] == "true"]
+    plugins = [
+        name
+        for name in asked
+        if name.startswith(prefix) and name != is_cpu and asked[name] == "true"
+    ]
     names = ", ".join(name.removeprefix(prefix).lower() for name in plugins)
     refused = {
         f"training.precision={precision}: accelerate launch asks for {mixed}. Start it with --mixed_precision no, or "

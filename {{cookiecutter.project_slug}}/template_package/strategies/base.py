@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 from ..config import TrainingConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .common import bits, checkpoint_activations, gather_whole, receive, set_optimizer_state, shapes_of
+from .common import (
+    bits,
+    checkpoint_activations,
+    gather_whole,
+    receive,
+    set_optimizer_state,
+    shapes_of,
+)
 
 BuildOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -27,36 +34,51 @@ class Strategy:
 
     model: nn.Module
     module: nn.Module
-    evaluation_model: nn.Module  # called in evaluation, which shares no gradients: mostly `module` itself
+    evaluation_model: (
+        nn.Module
+    )  # called in evaluation, which shares no gradients: mostly `module` itself
     optimizer: Optimizer
-    has_collective_forward = False  # True: forward waits for the other ranks, so all need micro-batches of one size
+    has_collective_forward = (
+        False  # True: forward waits for the other ranks, so all need micro-batches of one size
+    )
     needs_all_gradients = False  # True: every rank must have a gradient for each trained parameter
     can_rebuild = True  # True: on_epoch_begin() may change which parameters are trained
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")  # TF32: 10 bits of mantissa
+        torch.set_float32_matmul_precision(
+            "high" if config.tf32 else "highest"
+        )  # TF32: 10 bits of mantissa
         torch.backends.cudnn.allow_tf32 = config.tf32
         torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
         if config.deterministic:  # some versions of torch refuse cuBLAS without it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
-        self.precision = config.precision.replace("auto", "fp32")  # settle_precision() has resolved it
+        self.precision = config.precision.replace(
+            "auto", "fp32"
+        )  # settle_precision() has resolved it
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, and build the optimizer. For evaluation, pass build_optimizer=None."""
         self.module = self.move(model)
-        if self.config.sync_batchnorm and self.context.world_size > 1:  # first: it makes other modules
+        if (
+            self.config.sync_batchnorm and self.context.world_size > 1
+        ):  # first: it makes other modules
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
             has_any = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
             if has_any and build_optimizer is not None and self.context.device.type == "cpu":
-                raise ConfigError("training.sync_batchnorm=true: torch trains with it on GPUs only. Set it to false.")
+                raise ConfigError(
+                    "training.sync_batchnorm=true: torch trains with it on GPUs only. Set it to false."
+                )
         if self.config.activation_checkpointing:
             checkpoint_activations(self.module)
         if self.config.compile:
             self.module.compile()  # in place: names stay plain
-        self.evaluation_model, self.shapes = self.module, shapes_of(self.module)  # before wrap() shards it
+        self.evaluation_model, self.shapes = (
+            self.module,
+            shapes_of(self.module),
+        )  # before wrap() shards it
         self._build_optimizer: Any = build_optimizer
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
@@ -66,14 +88,20 @@ class Strategy:
     def rebuild(self) -> None:
         """Wrap the model and build the optimizer again after requires_grad has changed. Keep the optimizer's state."""
         if not self.can_rebuild:
-            problem = "it changed requires_grad after the first step, which this strategy cannot follow"
-            raise ConfigError(f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run.")
+            problem = (
+                "it changed requires_grad after the first step, which this strategy cannot follow"
+            )
+            raise ConfigError(
+                f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run."
+            )
         former = self.optimizer.state
         del self.model
         gc.collect()  # DDP's hooks on the parameters end with it
         self.model = self.wrap(self.module)
         self.optimizer = self._build_optimizer(self.module)
-        trained = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        trained = {
+            parameter for group in self.optimizer.param_groups for parameter in group["params"]
+        }
         self.optimizer.state.update({key: value for key, value in former.items() if key in trained})
 
     def move(self, model: nn.Module) -> nn.Module:
@@ -98,11 +126,15 @@ class Strategy:
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Step the optimizer and drop the gradients. Return their norm before clipping, or None if clipping is off."""
-        self.scaler.unscale_(self.optimizer)  # before clipping: the limit is on the unscaled gradients
+        self.scaler.unscale_(
+            self.optimizer
+        )  # before clipping: the limit is on the unscaled gradients
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        for parameter in self._parameters:  # as optimizer.zero_grad(), at a tenth of its 20 microseconds
+        for (
+            parameter
+        ) in self._parameters:  # as optimizer.zero_grad(), at a tenth of its 20 microseconds
             parameter.grad = None
         return norm
 
@@ -112,9 +144,13 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""
-        weights = self.get_weights()  # first: FSDP then drops the weights that evaluation left gathered
+        weights = (
+            self.get_weights()
+        )  # first: FSDP then drops the weights that evaluation left gathered
         # Before the first step torch's function would take one, to create the state, and AdamW would count it.
-        optimizer = get_optimizer_state_dict(self.module, self.optimizer) if self.optimizer.state else {}
+        optimizer = (
+            get_optimizer_state_dict(self.module, self.optimizer) if self.optimizer.state else {}
+        )
         optimizer = gather_whole(optimizer, self.context)
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
@@ -128,7 +164,9 @@ class Strategy:
 
     def get_weights(self) -> dict[str, Tensor]:
         """Return the model's state dict on the CPU. All ranks must call this. Only rank 0 gets the whole state dict."""
-        return cast(dict[str, Tensor], gather_whole(get_model_state_dict(self.module), self.context))
+        return cast(
+            dict[str, Tensor], gather_whole(get_model_state_dict(self.module), self.context)
+        )
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
@@ -145,7 +183,10 @@ class Strategy:
 
     def local_weights(self) -> list[Tensor]:
         """Return the parameters as this rank stores them: either whole, or only this rank's shard of each."""
-        return [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in self.module.parameters()]
+        return [
+            (p.to_local() if isinstance(p, DTensor) else p).detach()
+            for p in self.module.parameters()
+        ]
 
     def gathered(self) -> AbstractContextManager[None]:
         """Inside this context, each rank may run a different number of forward passes, as in text generation."""
@@ -159,12 +200,16 @@ class Strategy:
         saved = self.module.state_dict().keys()  # others may be caches, longer on some ranks
         for name, buffer in self.module.named_buffers() if self.context.world_size > 1 else ():
             if (is_start or name in saved) and buffer.layout == torch.strided:
-                dist.broadcast(bits(whole := buffer.contiguous()), src=0)  # NCCL takes no transposed tensor
+                dist.broadcast(
+                    bits(whole := buffer.contiguous()), src=0
+                )  # NCCL takes no transposed tensor
                 buffer.copy_(whole)
 
     def check_gradients(self) -> None:
         """Raise ConfigError if a parameter got no gradient and this strategy needs a gradient for every parameter."""
-        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        unused = [
+            name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+        ]
         if unused and self.needs_all_gradients:
             remedy = "Freeze them (requires_grad=False), or set strategy=ddp and ddp.find_unused_parameters=true."
             problem = f"{', '.join(unused)} got no gradient, and ranks wait for all"

@@ -19,17 +19,36 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
-LEAVES = (Tensor, numpy.generic, bool, int, float, str, bytes, type(None))  # what a checkpoint may hold
-NOT_LOADED = ("params", "initial_lr", "weight_decay", "betas", "momentum")  # keys of a group that `optimizer:` sets
+LEAVES = (
+    Tensor,
+    numpy.generic,
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    type(None),
+)  # what a checkpoint may hold
+NOT_LOADED = (
+    "params",
+    "initial_lr",
+    "weight_decay",
+    "betas",
+    "momentum",
+)  # keys of a group that `optimizer:` sets
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
     """Turn precision=auto into fp32 if a rank has no GPU, fp16 if a GPU is older than Ampere, and bf16 otherwise."""
     if config.training.precision != "auto":
         return config
-    generations = [torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices]
+    generations = [
+        torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices
+    ]
     oldest = int(all_reduce(torch.tensor(min(generations)), dist.ReduceOp.MIN))
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"  # 8: Ampere
+    precision: Literal["bf16", "fp16", "fp32"] = (
+        "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"
+    )  # 8: Ampere
     return replace(config, training=replace(config.training, precision=precision))
 
 
@@ -50,26 +69,49 @@ def checkpoint_activations(model: nn.Module) -> None:
     found = list(blocks(model))
     if not found:
         problem = "the model has no nn.ModuleList, ModuleDict or Sequential of blocks to run again"
-        raise ConfigError(f"training.activation_checkpointing=true: {problem}. Put its layers in one, or set false.")
+        raise ConfigError(
+            f"training.activation_checkpointing=true: {problem}. Put its layers in one, or set false."
+        )
     for block in found:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @torch.no_grad()
-def set_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext) -> None:
+def set_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, saved: dict[str, Any], context: RankContext
+) -> None:
     """Load rank 0's optimizer state on all ranks, without calling step(), which would run the user's hooks."""
     names = {parameter: name for name, parameter in module.named_parameters()}
 
     def receive_all(value: Any, like: Tensor | None = None) -> Any:
-        return tree_map(lambda part: receive(part, context, like) if isinstance(part, Tensor) else part, value)
+        return tree_map(
+            lambda part: receive(part, context, like) if isinstance(part, Tensor) else part, value
+        )
 
     for group in (group for group in optimizer.param_groups if group["params"]):
-        group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
-        is_on_device = group.get("fused") or group.get("capturable")  # then so is the count of steps
-        for former in (former for former in saved["param_groups"] if names[group["params"][0]] in former["params"]):
-            options = {key: receive_all(value) for key, value in former.items() if key not in NOT_LOADED}
-            group.update({key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()})
-        for parameter in (parameter for parameter in group["params"] if names[parameter] in saved["state"]):
+        group.setdefault(
+            "initial_lr", group["lr"]
+        )  # the one of build_optimizer(), before another is loaded
+        is_on_device = group.get("fused") or group.get(
+            "capturable"
+        )  # then so is the count of steps
+        for former in (
+            former
+            for former in saved["param_groups"]
+            if names[group["params"][0]] in former["params"]
+        ):
+            options = {
+                key: receive_all(value) for key, value in former.items() if key not in NOT_LOADED
+            }
+            group.update(
+                {
+                    key: value.cpu() if isinstance(value, Tensor) else value
+                    for key, value in options.items()
+                }
+            )
+        for parameter in (
+            parameter for parameter in group["params"] if names[parameter] in saved["state"]
+        ):
             for key, saved_value in saved["state"][names[parameter]].items():
                 value = receive_all(saved_value, parameter)
                 is_count = key == "step" and isinstance(value, Tensor) and not is_on_device
@@ -93,14 +135,18 @@ def gather_whole(state: Any, context: RankContext) -> Any:
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
 
     def gather(value: Any) -> Any:
-        if isinstance(value, dict):  # torch.load reads plain containers only: no defaultdict, no namedtuple
+        if isinstance(
+            value, dict
+        ):  # torch.load reads plain containers only: no defaultdict, no namedtuple
             return {key: gather(item) for key, item in value.items()}
         if isinstance(value, list):
             return [gather(item) for item in value]
         if isinstance(value, tuple):
             return tuple(gather(item) for item in value)
         if not isinstance(value, LEAVES):
-            raise TypeError(f"Unexpected value type {type(value)} in the model's or the optimizer's state")
+            raise TypeError(
+                f"Unexpected value type {type(value)} in the model's or the optimizer's state"
+            )
         if isinstance(value, DTensor):
             value = cast(DTensor, value.to("cpu" if is_gloo else context.device)).full_tensor()
         return value.cpu() if isinstance(value, Tensor) and context.rank == 0 else value
@@ -114,18 +160,26 @@ def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> 
 
     If `like` is a DTensor of the same shape, the result is sharded in the same way.
     """
-    whole = torch.empty_like(value, device=context.device) if value.is_meta else value.to(context.device).clone()
+    whole = (
+        torch.empty_like(value, device=context.device)
+        if value.is_meta
+        else value.to(context.device).clone()
+    )
     if context.world_size > 1:
         dist.broadcast(bits(whole := whole.contiguous()), src=0)
     if isinstance(like, DTensor) and whole.dim() and whole.shape == like.shape:
         # One whole tensor at a time; torch's own function fails on offloaded ones.
-        whole = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        whole = distribute_tensor(
+            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )
     return whole
 
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes. gloo and NCCL send them whatever the dtype; they cannot send int16 or float8."""
-    return tensor.detach().view(-1).view(torch.uint8)  # refuses what is not contiguous, where bytes would be a copy's
+    return (
+        tensor.detach().view(-1).view(torch.uint8)
+    )  # refuses what is not contiguous, where bytes would be a copy's
 
 
 @contextmanager
@@ -136,18 +190,27 @@ def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
     may have noted the new length.
     """
     held = [(module, dict(module._buffers)) for module in modules]
-    former = {id(buffer): buffer.clone() for _, own in held for buffer in own.values() if buffer is not None}
+    former = {
+        id(buffer): buffer.clone()
+        for _, own in held
+        for buffer in own.values()
+        if buffer is not None
+    }
     try:
         yield
     finally:
         for module, own in held:
             for name, buffer in [*module._buffers.items()]:
-                is_same = buffer is own.get(name) and (buffer is None or buffer.shape == former[id(buffer)].shape)
+                is_same = buffer is own.get(name) and (
+                    buffer is None or buffer.shape == former[id(buffer)].shape
+                )
                 if name in module._non_persistent_buffers_set and not is_same:
                     own.pop(name, None)
                 else:
                     del module._buffers[name]
             module._buffers.update(own)
             for buffer in (buffer for buffer in own.values() if buffer is not None):
-                value = former[id(buffer)]  # copy_() would repeat a single value in an enlarged buffer
+                value = former[
+                    id(buffer)
+                ]  # copy_() would repeat a single value in an enlarged buffer
                 buffer.data = buffer.data.copy_(value) if buffer.shape == value.shape else value

@@ -37,9 +37,15 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         super().__init__(config, context, DdpConfig())
         self._zero, self._stage = options, options.zero_stage
         if config.ema_decay is not None:
-            raise ConfigError(f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp.")
-        self.needs_all_gradients = False  # asked in the last backward of every step: ZeRO drops gradients after it
-        self.has_collective_forward = self._stage > 0  # or a collective backward, before the last micro-batch
+            raise ConfigError(
+                f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp."
+            )
+        self.needs_all_gradients = (
+            False  # asked in the last backward of every step: ZeRO drops gradients after it
+        )
+        self.has_collective_forward = (
+            self._stage > 0
+        )  # or a collective backward, before the last micro-batch
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
@@ -56,7 +62,9 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         groups = Groups(self.module, optimizer)
         self._watch = GradientWatch(self.module, groups.trained)
         num_elements = sum(parameter.numel() for parameter in self._parameters)
-        settings = build_settings(self._zero, self.config.max_gradient_norm, self.precision, num_elements)
+        settings = build_settings(
+            self._zero, self.config.max_gradient_norm, self.precision, num_elements
+        )
         if self._stage == 3:  # one weight after the other: the device never holds all of them
             self._deepspeed.zero.Init(module=self.module, config_dict_or_path=settings)
             self.module.to(self.context.device)  # the buffers
@@ -64,14 +72,18 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             groups.leave_trained(optimizer)
         # LOCAL_RANK names the device. DeepSpeed would refuse that mpirun's number of this rank on its node differs.
         with changed_environment({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
-            parts = self._deepspeed.initialize(model=self.module, optimizer=optimizer, config=settings)
+            parts = self._deepspeed.initialize(
+                model=self.module, optimizer=optimizer, config=settings
+            )
         self.model, self.optimizer = parts[:2]
         if self._stage == 3:
             self.evaluation_model = self.model  # which gathers the weights
         if optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, self.module, groups, self.context)
             # DeepSpeed's own scaler clips scaled gradients, and lets each rank skip its part of a step alone.
-            self.model.torch_autocast_z0_gradscaler = self.optimizer.torch_autocast_gradscaler = None
+            self.model.torch_autocast_z0_gradscaler = self.optimizer.torch_autocast_gradscaler = (
+                None
+            )
             if self._stage > 0 and self.scaler.is_enabled():
                 self.optimizer.override_loss_scale(self.scaler.get_scale())
 
@@ -121,7 +133,9 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         return self._parts.local_weights() if self._stage == 3 else super().local_weights()
 
     def get_weights(self) -> dict[str, Tensor]:
-        return gather_weights(self.module, self.context) if self._stage == 3 else super().get_weights()
+        return (
+            gather_weights(self.module, self.context) if self._stage == 3 else super().get_weights()
+        )
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         weights = unpack(from_main(lambda: pack(weights)))
@@ -132,7 +146,11 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def state_dict(self) -> dict[str, Any]:
         if self._stage == 0:
             return super().state_dict()
-        return {"model": self.get_weights(), "optimizer": self._parts.gather(), "scaler": self.scaler.state_dict()}
+        return {
+            "model": self.get_weights(),
+            "optimizer": self._parts.gather(),
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._stage == 0:
@@ -165,17 +183,26 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         factor = state["backoff_factor"] if is_skipped else 1.0
         if num_good == state["growth_interval"]:
             num_good, factor = 0, state["growth_factor"]
-        self.scaler.load_state_dict({**state, "scale": state["scale"] * factor, "_growth_tracker": num_good})
+        self.scaler.load_state_dict(
+            {**state, "scale": state["scale"] * factor, "_growth_tracker": num_good}
+        )
         self.optimizer.override_loss_scale(self.scaler.get_scale())
 
 
 def _import_deepspeed(context: RankContext) -> Any:
     """Import DeepSpeed for this rank's device. On a machine with a GPU, DeepSpeed itself would never choose the CPU."""
-    os.environ |= {"DS_ACCELERATOR": context.device.type, "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"]}
-    warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning)
+    os.environ |= {
+        "DS_ACCELERATOR": context.device.type,
+        "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"],
+    }
+    warnings.filterwarnings(
+        "ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning
+    )
     import deepspeed
 
-    vars(deepspeed.ops).setdefault("__compatible_ops__", {})  # it would compile a module for CPU ranks, in a minute
+    vars(deepspeed.ops).setdefault(
+        "__compatible_ops__", {}
+    )  # it would compile a module for CPU ranks, in a minute
     return deepspeed
 
 

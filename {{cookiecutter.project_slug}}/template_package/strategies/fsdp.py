@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -41,38 +47,79 @@ class FullyShardedStrategy(Strategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: FsdpConfig) -> None:
         super().__init__(config, context)
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
-        mean, ones = torch.ones(1, device=context.device), torch.ones(context.world_size, device=context.device)
-        if context.world_size > 1:  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
-            reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the name before 2.13
+        mean, ones = (
+            torch.ones(1, device=context.device),
+            torch.ones(context.world_size, device=context.device),
+        )
+        if (
+            context.world_size > 1
+        ):  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
+            reduce_scatter = getattr(
+                dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+            )  # the name before 2.13
             reduce_scatter(mean, ones, dist.ReduceOp.AVG)
         if mean.item() > 1.5:  # NCCL's mean of ones may be off by rounding
             problem = f"torch {torch.__version__} adds up gradients on this backend, where FSDP wants their mean"
-            raise ConfigError(f"strategy=fsdp: {problem}. Install torch 2.11 or newer, or set strategy=ddp.")
+            raise ConfigError(
+                f"strategy=fsdp: {problem}. Install torch 2.11 or newer, or set strategy=ddp."
+            )
         self._mesh = init_device_mesh(context.device.type, (context.world_size,))
-        offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
-        self._memory: Any = {"reshard_after_forward": options.reshard_after_forward, "offload_policy": offload}
+        offload = (
+            CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
+            if options.cpu_offload
+            else OffloadPolicy()
+        )
+        self._memory: Any = {
+            "reshard_after_forward": options.reshard_after_forward,
+            "offload_policy": offload,
+        }
 
     def move(self, model: nn.Module) -> nn.Module:
         return model  # wrap() moves it unit by unit, since the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Shard the module: rank 0's weights are split among all ranks, so that each rank holds one part."""
-        units = [unit for unit in dict.fromkeys(blocks(module)) if _is_big(unit) and _is_alone(unit, module)]
+        units = [
+            unit
+            for unit in dict.fromkeys(blocks(module))
+            if _is_big(unit) and _is_alone(unit, module)
+        ]
         if not units:
             problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
             logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
-        dtype, norms = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision], []
-        if dtype is not None:  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
-            norms = [m for m in module.modules() if isinstance(m, NORMS) and m is not module and _is_alone(m, module)]
-            torch.backends.mha.set_fastpath_enabled(False)  # it reads the weights of norms around their forward
+        dtype, norms = (
+            {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision],
+            [],
+        )
+        if (
+            dtype is not None
+        ):  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
+            norms = [
+                m
+                for m in module.modules()
+                if isinstance(m, NORMS) and m is not module and _is_alone(m, module)
+            ]
+            torch.backends.mha.set_fastpath_enabled(
+                False
+            )  # it reads the weights of norms around their forward
         for unit in [*norms, *(unit for unit in units if unit not in norms), module]:
             own = None if unit in norms else dtype
-            together = {p for p in unit.parameters() if not isinstance(p, DTensor) and (p.requires_grad or not p.dim())}
-            kinds = {p.dtype if p.dim() else "a scalar": name for name, p in module.named_parameters() if p in together}
+            together = {
+                p
+                for p in unit.parameters()
+                if not isinstance(p, DTensor) and (p.requires_grad or not p.dim())
+            }
+            kinds = {
+                p.dtype if p.dim() else "a scalar": name
+                for name, p in module.named_parameters()
+                if p in together
+            }
             if len(kinds) > 1 or "a scalar" in kinds:
                 found = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
                 problem = f"it gathers weights of one dtype together, and no scalars, but there are {found}"
-                raise ConfigError(f"strategy=fsdp: {problem}. Give scalars the shape (1,), or set strategy=ddp.")
+                raise ConfigError(
+                    f"strategy=fsdp: {problem}. Give scalars the shape (1,), or set strategy=ddp."
+                )
             policy = MixedPrecisionPolicy(own, own and torch.float32, cast_forward_inputs=False)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
@@ -109,7 +156,9 @@ class FullyShardedStrategy(Strategy):
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add gradients as the base class does. Raise ConfigError if one is missing and this torch sends no zeros."""
-        former = [] if SENDS_ZEROS else [(parameter, parameter.grad) for parameter in self._parameters]
+        former = (
+            [] if SENDS_ZEROS else [(parameter, parameter.grad) for parameter in self._parameters]
+        )
         for parameter, _ in former:
             parameter.grad = None
         super().backward(loss, weight)
@@ -128,12 +177,17 @@ class FullyShardedStrategy(Strategy):
 
 def _is_big(unit: nn.Module) -> bool:
     """Return True if the unit has a weight matrix and defines forward()."""
-    return any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
+    return (
+        any(p.dim() > 1 for p in unit.parameters()) and type(unit).forward is not nn.Module.forward
+    )
 
 
 def _is_alone(unit: nn.Module, module: nn.Module) -> bool:
     """Return True if the unit has parameters, and no other part of `module` shares any of them."""
-    own, all_uses = (Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False)) for m in (unit, module))
+    own, all_uses = (
+        Counter(id(p) for _, p in m.named_parameters(remove_duplicate=False))
+        for m in (unit, module)
+    )
     return bool(own) and all(all_uses[key] == count for key, count in own.items())
 
 

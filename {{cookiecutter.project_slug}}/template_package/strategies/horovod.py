@@ -21,7 +21,11 @@ from .base import BuildOptimizer
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment
 
-REDUCED_TYPES = (torch.float64, torch.float32, torch.float16)  # of gradients that Horovod 0.28 can add up
+REDUCED_TYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+)  # of gradients that Horovod 0.28 can add up
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
@@ -33,7 +37,9 @@ class HorovodStrategy(DistributedDataParallelStrategy):
 
     def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
         if options.gradient_compression == "bf16":
-            raise ConfigError("ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these.")
+            raise ConfigError(
+                "ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these."
+            )
         super().__init__(config, context, options)
         self._horovod = _import_horovod()
         if not self._horovod.is_initialized():
@@ -67,7 +73,9 @@ class HorovodStrategy(DistributedDataParallelStrategy):
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Tell Horovod whether this is the step's last micro-batch. Only its backward pass averages gradients."""
         self._is_last_micro_batch = is_last_micro_batch
-        self._reducer.set_backward_passes_per_step(1 if is_last_micro_batch else 2)  # each call starts the count again
+        self._reducer.set_backward_passes_per_step(
+            1 if is_last_micro_batch else 2
+        )  # each call starts the count again
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
@@ -113,21 +121,31 @@ def _connect(hvd: Any, context: RankContext) -> None:
         from horovod.runner.util.network import get_driver_ip
 
         server = RendezvousServer()
-        address = get_driver_ip([interface]) if interface else socket.gethostbyname(socket.gethostname())
+        address = (
+            get_driver_ip([interface]) if interface else socket.gethostbyname(socket.gethostname())
+        )
         meeting = address, server.start()
         server.init([])
     host, port = broadcast_object(meeting)
     _check_host_name(host)
-    variables: dict[str, Any] = {  # each rank as a host of its own: only NCCL needs to know which ones share a host
+    variables: dict[
+        str, Any
+    ] = {  # each rank as a host of its own: only NCCL needs to know which ones share a host
         **dict.fromkeys(("HOSTNAME", "RANK", "CROSS_RANK"), context.rank),
         **dict.fromkeys(("SIZE", "CROSS_SIZE"), context.world_size),
         **{"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"},
-        **{"GLOO_RENDEZVOUS_ADDR": host, "GLOO_RENDEZVOUS_PORT": port or "", "GLOO_IFACE": interface},
+        **{
+            "GLOO_RENDEZVOUS_ADDR": host,
+            "GLOO_RENDEZVOUS_PORT": port or "",
+            "GLOO_IFACE": interface,
+        },
     }
     if context.world_size > 1:  # otherwise a rank that is held up for 30 seconds counts as lost
         store: Any = context.store
         variables["GLOO_TIMEOUT_SECONDS"] = math.ceil(store.timeout.total_seconds())
-    with changed_environment({f"HOROVOD_{name}": str(value) or None for name, value in variables.items()}):
+    with changed_environment(
+        {f"HOROVOD_{name}": str(value) or None for name, value in variables.items()}
+    ):
         hvd.init()
     if dist.is_initialized():
         dist.barrier()

@@ -12,9 +12,13 @@ def launch_variables(context: RankContext) -> dict[str, str]:
     return {
         "RANK": str(context.rank),
         "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(context.local_rank if context.device.index is None else context.device.index),
+        "LOCAL_RANK": str(
+            context.local_rank if context.device.index is None else context.device.index
+        ),
         "LOCAL_WORLD_SIZE": str(context.local_world_size),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),  # must be set; nobody connects, the group exists
+        "MASTER_ADDR": os.environ.get(
+            "MASTER_ADDR", "127.0.0.1"
+        ),  # must be set; nobody connects, the group exists
         "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
     }
 

@@ -51,7 +51,9 @@ class MediaLog:
     def figure(self, name: str, figure: Any) -> None:
         """Write a matplotlib figure as PNG, and close the figure."""
         self._write(name, ".png", lambda path: figure.savefig(path, format="png"))
-        with suppress(KeyError, TypeError):  # on each rank: pyplot keeps a figure until it is closed
+        with suppress(
+            KeyError, TypeError
+        ):  # on each rank: pyplot keeps a figure until it is closed
             sys.modules["matplotlib.pyplot"].close(figure)
 
     def text(self, name: str, text: str) -> None:
@@ -66,7 +68,9 @@ class MediaLog:
                 write_whole(path, save)
                 self.show("show", self.step, name, path)
             except Exception as error:  # a failed picture must not end the run
-                logger.warning("warning: log of %r has failed: %s", name, " ".join(str(error).split()))
+                logger.warning(
+                    "warning: log of %r has failed: %s", name, " ".join(str(error).split())
+                )
 
 
 class Tracking:
@@ -80,11 +84,25 @@ class Tracking:
         self._is_main, self._first_step, self._total_steps = context.is_main, step, total_steps
         self._started = time.perf_counter()
         self._trackers: dict[str, Any] = {}
-        is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]  # None: if no terminal
-        tqdm.monitor_interval = 0  # no extra thread: it might hold a lock while a loader worker is forked
-        options: dict[str, Any] = {"disable": is_hidden if context.is_main else True, "file": sys.__stderr__}
+        is_hidden = {"auto": None, True: False, False: True}[
+            config.logging.progress_bar
+        ]  # None: if no terminal
+        tqdm.monitor_interval = (
+            0  # no extra thread: it might hold a lock while a loader worker is forked
+        )
+        options: dict[str, Any] = {
+            "disable": is_hidden if context.is_main else True,
+            "file": sys.__stderr__,
+        }
         form = "step {n_fmt}/{total_fmt} {percentage:3.0f}%|{bar}| {remaining} left{postfix}"
-        self._bar = tqdm(initial=step, total=total_steps, bar_format=form, dynamic_ncols=True, miniters=1, **options)
+        self._bar = tqdm(
+            initial=step,
+            total=total_steps,
+            bar_format=form,
+            dynamic_ncols=True,
+            miniters=1,
+            **options,
+        )
         if context.is_main:
             self._path = directory / "metrics.jsonl"
             _drop_repeated_lines(self._path, step, is_evaluation_pending)
@@ -101,9 +119,13 @@ class Tracking:
         except OSError as error:
             raise disk_failure(self._path, error) from error
         split, step = values["split"], values["step"]
-        scalars = {f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")}
+        scalars = {
+            f"{split}/{key}": value for key, value in values.items() if key not in ("split", "step")
+        }
         self._call_trackers("record", step, scalars)
-        figures = ", ".join(f"{key} {value:.4g}" for key, value in values.items() if key not in NOT_SHOWN)
+        figures = ", ".join(
+            f"{key} {value:.4g}" for key, value in values.items() if key not in NOT_SHOWN
+        )
         if split != "train":
             logger.info("step %d: %s %s", step, split, figures)
             return
@@ -112,7 +134,13 @@ class Tracking:
         speed = f"{values['samples_per_second']:.0f} samples/s, {time_left} left"
         position = f"step {step}/{self._total_steps}"
         if is_epoch_end:
-            logger.info("epoch %d (%s): training loss %.4g, %s", values["epoch"], position, values["loss"], speed)
+            logger.info(
+                "epoch %d (%s): training loss %.4g, %s",
+                values["epoch"],
+                position,
+                values["loss"],
+                speed,
+            )
         elif self._bar.disable:
             logger.info("%s: %s, %s", position, figures, speed)
         else:
@@ -137,7 +165,9 @@ class Tracking:
         for name in list(self._trackers):
             try:
                 if action == "start":
-                    self._trackers[name] = import_module(f".{name}", __package__).Tracker(*arguments)
+                    self._trackers[name] = import_module(f".{name}", __package__).Tracker(
+                        *arguments
+                    )
                 else:
                     getattr(self._trackers[name], action)(*arguments)
             except Exception as error:
@@ -153,7 +183,9 @@ def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> 
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with suppress(ValueError, TypeError, KeyError):  # half a line
             values = json.loads(line)
-            comes_again = values["step"] == step and values["split"] != "train" and is_evaluation_pending
+            comes_again = (
+                values["step"] == step and values["split"] != "train" and is_evaluation_pending
+            )
             if values["step"] <= step and not comes_again:
                 kept.append(line)
     write_whole(path, lambda beside: beside.write_bytes(b"".join(kept)))
@@ -169,7 +201,9 @@ def _as_image(picture: Any) -> Any:
         pixels = (pixels.clamp(0, 1) * 255).round().byte()
     if pixels.ndim == 3 and len(pixels) in (1, 3):
         pixels = pixels.movedim(0, 2)  # (C, H, W) -> (H, W, C)
-    return Image.fromarray((pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy())  # refuses other shapes
+    return Image.fromarray(
+        (pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy()
+    )  # refuses other shapes
 
 
 @contextmanager
@@ -177,17 +211,26 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     """Inside the `with` block, save this rank's output, logs and uncaught exceptions to logs/rank_<r>.log."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.set_lock(threading.RLock())  # tqdm's own is a system semaphore, which a killed rank would leave behind
+    tqdm.set_lock(
+        threading.RLock()
+    )  # tqdm's own is a system semaphore, which a killed rank would leave behind
     package = logging.getLogger(__name__.partition(".")[0])
     former_handlers, package.propagate = package.handlers, False
     package.setLevel(logging.INFO)
     # Whole lines: the bar would be drawn over a part of one.
-    lines_to = partial(io.TextIOWrapper, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    lines_to = partial(
+        io.TextIOWrapper, encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
     with _Output(path) as file:
         stdout = stderr = log = lines_to(file)
         package.handlers = [logging.StreamHandler(log)]
-        package.handlers[0].setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
-        rank_info = [f"{name}={getattr(context, name)}" for name in ("rank", "local_rank", "world_size", "device")]
+        package.handlers[0].setFormatter(
+            logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+        )
+        rank_info = [
+            f"{name}={getattr(context, name)}"
+            for name in ("rank", "local_rank", "world_size", "device")
+        ]
         logger.info("host=%s pid=%d %s", socket.gethostname(), os.getpid(), " ".join(rank_info))
         if context.is_main:
             sys.stdout.flush()
@@ -195,13 +238,17 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
             stdout, stderr = lines_to(_Output(1, file)), lines_to(_Output(2, file))
         else:
             for descriptor in (1, 2):
-                os.dup2(file.fileno(), descriptor)  # for good: this process ends soon after the body
+                os.dup2(
+                    file.fileno(), descriptor
+                )  # for good: this process ends soon after the body
         faulthandler.enable(file=log)
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
                 yield
         except Exception as error:
-            log.write(f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc())
+            log.write(
+                f"error: {error}\n" if isinstance(error, ConfigError) else traceback.format_exc()
+            )
             raise
         finally:
             stdout.flush()
@@ -218,7 +265,10 @@ class _Output(io.FileIO):
         self._log = log
 
     def write(self, content: Any) -> int:
-        with suppress(OSError), tqdm.external_write_mode(file=sys.__stderr__):  # a full disk is told by the next save
+        with (
+            suppress(OSError),
+            tqdm.external_write_mode(file=sys.__stderr__),
+        ):  # a full disk is told by the next save
             super().write(content)
         if self._log is not None:
             self._log.write(content)

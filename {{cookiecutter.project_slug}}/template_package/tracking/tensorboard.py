@@ -25,4 +25,6 @@ class Tracker:
         if path.suffix == ".txt":
             self._writer.add_text(name, path.read_text(encoding="utf-8"), step)
         else:
-            self._writer.add_image(name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
+            self._writer.add_image(
+                name, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC"
+            )

@@ -13,7 +13,9 @@ class Tracker:
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         project = Path.cwd().name
-        resume = "allow" if resumed_step else "never"  # a run of this name may be from a folder that was deleted
+        resume = (
+            "allow" if resumed_step else "never"
+        )  # a run of this name may be from a folder that was deleted
         self._run = trackio.init(project=project, name=directory.name, config=config, resume=resume)
         self.close = trackio.finish
 
@@ -24,5 +26,7 @@ class Tracker:
     def show(self, step: int, name: str, path: Path) -> None:
         """Log the file at `path`: a picture, or a .txt file, which Trackio shows as Markdown."""
         is_text = path.suffix == ".txt"
-        content = trackio.Markdown(path.read_text(encoding="utf-8")) if is_text else trackio.Image(path)
+        content = (
+            trackio.Markdown(path.read_text(encoding="utf-8")) if is_text else trackio.Image(path)
+        )
         self._run.log({name: content}, step=step)

@@ -18,7 +18,9 @@ class Tracker:
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
-            write_whole(id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8"))
+            write_whole(
+                id_file, lambda beside: beside.write_text(uuid.uuid4().hex, encoding="utf-8")
+            )
         self._run = wandb.init(
             project=wandb.setup().settings.project or Path.cwd().name,  # WANDB_PROJECT, or ours
             id=id_file.read_text(encoding="utf-8"),
@@ -36,7 +38,11 @@ class Tracker:
 
     def show(self, step: int, name: str, path: Path) -> None:
         """Log the file at `path`: a picture or a .txt file."""
-        text = f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>" if path.suffix == ".txt" else ""
+        text = (
+            f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>"
+            if path.suffix == ".txt"
+            else ""
+        )
         self._run.log({"step": step, name: wandb.Html(text) if text else wandb.Image(str(path))})
 
     def close(self) -> None:

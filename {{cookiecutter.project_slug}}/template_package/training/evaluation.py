@@ -33,31 +33,54 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    def __init__(self, dataset: Dataset[Any], name: str, config: Config, context: RankContext, task: Task) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], name: str, config: Config, context: RankContext, task: Task
+    ) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
-        self._loader, self._task = EvaluationLoader(dataset, task, config.loader, context, name, limit), task
-        self._config, self._model_config, self._context, self._split = config.evaluation, config.model, context, name
+        self._loader, self._task = (
+            EvaluationLoader(dataset, task, config.loader, context, name, limit),
+            task,
+        )
+        self._config, self._model_config, self._context, self._split = (
+            config.evaluation,
+            config.model,
+            context,
+            name,
+        )
         names = [getattr(one, "label_names", None) for one in (dataset, *inner(dataset))]
         self._label_names: list[str] = next(filter(None, names), [])
         self._values: dict[str, Any] = {}
         self.num_samples = self._loader.num_samples
-        sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size, -(-size // context.world_size)
-        self.micro_batch_size = next(int(size) for size in sizes if size != "auto")  # the last one is a rank's share
+        sizes = (
+            config.evaluation.micro_batch_size,
+            config.training.micro_batch_size,
+            -(-size // context.world_size),
+        )
+        self.micro_batch_size = next(
+            int(size) for size in sizes if size != "auto"
+        )  # the last one is a rank's share
 
     @cached_property
     def _metrics(self) -> Any:
-        from torchmetrics import Metric, MetricCollection  # here, since it takes seconds where scipy is installed
+        from torchmetrics import (
+            Metric,
+            MetricCollection,
+        )  # here, since it takes seconds where scipy is installed
 
         metrics = self._task.build_metrics(self._model_config).to(self._context.device)
         modules: list[Any] = [*metrics.modules()]
         for module in (module for module in modules if isinstance(module, MetricCollection)):
-            if module._enable_compute_groups is True:  # the groups that it forms depend on a rank's first batch
+            if (
+                module._enable_compute_groups is True
+            ):  # the groups that it forms depend on a rank's first batch
                 module._enable_compute_groups = False
         self._parts = [module for module in modules if isinstance(module, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_metrics() gathers the states
-        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")  # other ranks may have
+        warnings.filterwarnings(
+            "ignore", message=".*was called before the ``update`` method.*"
+        )  # other ranks may have
         return metrics
 
     @torch.no_grad()
@@ -74,7 +97,11 @@ class Evaluator:
                 call_on_evaluation_end(self._task, strategy, log)
             figures |= self._compute_metrics()
         if log is not None and not math.isfinite(value := figures[self._config.metric]):
-            logger.warning("warning: evaluation.metric=%s is %g, so no best.pt is kept", self._config.metric, value)
+            logger.warning(
+                "warning: evaluation.metric=%s is %g, so no best.pt is kept",
+                self._config.metric,
+                value,
+            )
         return figures
 
     @torch.no_grad()
@@ -82,7 +109,9 @@ class Evaluator:
         """Evaluate one micro-batch as a test. Raise ConfigError if evaluation.metric or evaluation.mode is wrong."""
         size = self.micro_batch_size
         with self._evaluating(strategy):
-            halves = self._add_up(strategy, self._loader.read_first(size, num_parts=2), has_metrics=False)["loss"]
+            halves = self._add_up(
+                strategy, self._loader.read_first(size, num_parts=2), has_metrics=False
+            )["loss"]
         with self._evaluating(strategy):
             whole = self._add_up(strategy, self._loader.read_first(size, num_parts=1))
             whole |= self._compute_metrics()
@@ -97,7 +126,10 @@ class Evaluator:
         strategy.evaluation_model.eval()
         with generators_restored(*self._context.devices):
             yield
-        for module, is_training in modes:  # from the outermost inwards: what the user keeps in eval mode stays there
+        for (
+            module,
+            is_training,
+        ) in modes:  # from the outermost inwards: what the user keeps in eval mode stays there
             if module.training != is_training:
                 module.train(is_training)
 
@@ -107,7 +139,9 @@ class Evaluator:
     ) -> dict[str, float]:  # fmt: skip
         """Update the metrics. Return the loss and the figures of training_metrics(), averaged over all ranks."""
         # Training depends on no evaluation. BatchNorm, which reads its statistics here alone, keeps rank 0's.
-        others = [module for module in strategy.module.modules() if not isinstance(module, _NormBase)]
+        others = [
+            module for module in strategy.module.modules() if not isinstance(module, _NormBase)
+        ]
         task, metrics = self._task, self._metrics
         has_metrics = has_metrics and bool(len(metrics))
         sums: dict[str, Tensor] = {}
@@ -132,15 +166,26 @@ class Evaluator:
                 weight = loss_weight_of(micro_batch, task, strategy.module, self._context)
                 for name, value in figures.items():
                     # If nothing counts, the mean may be 0/0. There is no gradient here, so 0 can take its place.
-                    sums[name] = sums.get(name, 0.0) + torch.where(weight == 0, 0.0, value.to(weight) * weight)
+                    sums[name] = sums.get(name, 0.0) + torch.where(
+                        weight == 0, 0.0, value.to(weight) * weight
+                    )
         totals = dict(zip(sums, all_reduce(torch.stack([*sums.values()])).tolist(), strict=True))
         total_weight = totals.pop("")
-        return {name: total / total_weight if total_weight else math.nan for name, total in totals.items()}
+        return {
+            name: total / total_weight if total_weight else math.nan
+            for name, total in totals.items()
+        }
 
     def _check_mean(self, strategy: Strategy, whole: float, halves: float) -> None:
         """Warn if the loss of a batch is not the mean of its halves' losses."""
         # The precision of 16 bits, fp32 and TF32. A fresh model's samples have nearly equal losses, which hides much.
-        tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if self._context.device.type == "cpu" else 1e-3
+        tolerance = (
+            0.03
+            if strategy.precision != "fp32"
+            else 2e-5
+            if self._context.device.type == "cpu"
+            else 1e-3
+        )
         if abs(whole - halves) > tolerance * abs(whole):
             message = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
             remedy = "For tokens or class weights define loss_weight(); all terms must be means over the same: README."
@@ -149,11 +194,17 @@ class Evaluator:
     def _check_metric(self, figures: dict[str, float]) -> None:
         metric, mode = self._config.metric, self._config.mode
         if others := ", ".join(sorted(self._values.keys() - {*figures, CONFUSION_MATRIX})):
-            logger.warning("warning: no single number, so not recorded (try ClasswiseWrapper): %s", others)
+            logger.warning(
+                "warning: no single number, so not recorded (try ClasswiseWrapper): %s", others
+            )
         if metric not in figures:
             problem = f"not among the numbers that an evaluation gives ({', '.join(figures)})"
-            raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it.")
-        is_higher_better = getattr(dict(self._metrics.items()).get(metric), "higher_is_better", None)
+            raise ConfigError(
+                f"evaluation.metric={metric}: {problem}. Name one, or let build_metrics() return it."
+            )
+        is_higher_better = getattr(
+            dict(self._metrics.items()).get(metric), "higher_is_better", None
+        )
         better = {None: mode, True: "max", False: "min"}[metric != "loss" and is_higher_better]
         if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
@@ -165,8 +216,13 @@ class Evaluator:
             return None
         path = directory / "reports" / f"{self._split}_{checkpoint}.json"
         path.parent.mkdir(exist_ok=True)
-        content = {"title": f"{self._split}, checkpoint {checkpoint} (step {step})", "label_names": self._label_names}
-        write_json(path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]})  # [true class][predicted class]
+        content = {
+            "title": f"{self._split}, checkpoint {checkpoint} (step {step})",
+            "label_names": self._label_names,
+        }
+        write_json(
+            path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]}
+        )  # [true class][predicted class]
         return path
 
     def _compute_metrics(self) -> dict[str, float]:
@@ -174,14 +230,26 @@ class Evaluator:
         # If torchmetrics gathered them, lists of different lengths (as of ROUGEScore) would make ranks hang.
         states = gather_objects(pack([metric.metric_state for metric in self._parts]))
         if states is not None and len(states) > 1:  # on rank 0
-            for metric, parts in zip(self._parts, zip(*map(unpack, states), strict=True), strict=True):
+            for metric, parts in zip(
+                self._parts, zip(*map(unpack, states), strict=True), strict=True
+            ):
                 for name, reduce in metric._reductions.items():
                     of_ranks: Any = [move(part[name], metric.device) for part in parts]
                     if isinstance(of_ranks[0], list):  # as one rank with all samples holds it
                         value: Any = [*chain(*of_ranks)]
                     else:
-                        value = reduce(torch.stack(of_ranks)) if callable(reduce) else torch.stack(of_ranks)
+                        value = (
+                            reduce(torch.stack(of_ranks))
+                            if callable(reduce)
+                            else torch.stack(of_ranks)
+                        )
                     setattr(metric, name, value)
-        self._values = from_main(lambda: apply_to_collection(self._metrics.compute(), Tensor, Tensor.tolist))
+        self._values = from_main(
+            lambda: apply_to_collection(self._metrics.compute(), Tensor, Tensor.tolist)
+        )
         self._metrics.reset()
-        return {name: float(value) for name, value in self._values.items() if not isinstance(value, list)}
+        return {
+            name: float(value)
+            for name, value in self._values.items()
+            if not isinstance(value, list)
+        }

@@ -32,8 +32,15 @@ def call_after_step(task: Task, strategy: Strategy, step: int, tracking: Any) ->
 def call_on_evaluation_end(task: Task, strategy: Strategy, log: Any) -> None:
     """Call on_evaluation_end(model, log) in model.py, if defined. If the call fails, log a warning and continue."""
     if task.on_evaluation_end is not None:
-        with generators_restored(*strategy.context.devices), strategy.gathered(), strategy.autocast():
+        with (
+            generators_restored(*strategy.context.devices),
+            strategy.gathered(),
+            strategy.autocast(),
+        ):
             try:
                 task.on_evaluation_end(strategy.evaluation_model, log)
             except Exception:
-                logger.warning("warning: on_evaluation_end() of model.py failed; the run goes on", exc_info=True)
+                logger.warning(
+                    "warning: on_evaluation_end() of model.py failed; the run goes on",
+                    exc_info=True,
+                )

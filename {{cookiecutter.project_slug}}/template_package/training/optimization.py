@@ -29,15 +29,25 @@ def choose_optimizer(task: Task, model: nn.Module, config: OptimizerConfig) -> O
             signature(one.step).bind()
         except TypeError:
             problem = "its step() needs a closure, which computes the loss again, and the trainer has none"
-            raise ConfigError(f"build_optimizer in model.py: {type(one).__name__}: {problem}. Take another.") from None
+            raise ConfigError(
+                f"build_optimizer in model.py: {type(one).__name__}: {problem}. Take another."
+            ) from None
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if strange := held - {*model.parameters()}:
         problem = f"its optimizer has {len(strange)} parameters that the model does not hold, so no checkpoint does"
         remedy = "Put the loss's module into the model, and call it in forward()."
-        raise ConfigError(f"build_optimizer in model.py: {problem}, and ranks do not share their gradients. {remedy}")
-    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
+        raise ConfigError(
+            f"build_optimizer in model.py: {problem}, and ranks do not share their gradients. {remedy}"
+        )
+    if missing := [
+        name for name, p in model.named_parameters() if p.requires_grad and p not in held
+    ]:
         remedy = "Add them in build_optimizer(), or freeze them (requires_grad_(False))."
-        logger.warning("warning: no optimizer has these parameters, so they never change: %s. %s", missing[:5], remedy)
+        logger.warning(
+            "warning: no optimizer has these parameters, so they never change: %s. %s",
+            missing[:5],
+            remedy,
+        )
     return optimizer
 
 
@@ -46,7 +56,9 @@ class Optimizers(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         # torch refuses a parameter that two of these groups hold.
-        super().__init__([{"params": [p for g in o.param_groups for p in g["params"]]} for o in optimizers], {})
+        super().__init__(
+            [{"params": [p for g in o.param_groups for p in g["params"]]} for o in optimizers], {}
+        )
         self._optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
@@ -66,12 +78,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [{**group, "initial_lr": config.learning_rate} for group in groups if group["params"]]
     # One kernel for all tensors instead of several for each: a third of a small model's step. None: torch chooses.
-    has_one = config.name != "sgd" or not any(isinstance(p, DTensor) for p in parameters)  # torch shards no other
-    fused = (has_one and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)) or None
+    has_one = config.name != "sgd" or not any(
+        isinstance(p, DTensor) for p in parameters
+    )  # torch shards no other
+    fused = (
+        has_one
+        and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+    ) or None
     beta1, beta2 = config.betas  # beta1 is SGD's momentum
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam  # AdamW decouples decay, arXiv:1711.05101
+    kind = (
+        torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    )  # AdamW decouples decay, arXiv:1711.05101
     return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
 
 
@@ -88,22 +107,35 @@ class WeightAverage:
         self._strategy = strategy
         self._weights = strategy.local_weights()  # they share memory with the model
         module, fp32 = strategy.module, torch.float32
-        averages = {p: p.detach().to(torch.promote_types(p.dtype, fp32), copy=True) for p in module.parameters()}
+        averages = {
+            p: p.detach().to(torch.promote_types(p.dtype, fp32), copy=True)
+            for p in module.parameters()
+        }
         self._average = [a.to_local() if isinstance(a, DTensor) else a for a in averages.values()]
         names = module.named_parameters(remove_duplicate=False)
-        self._wider = {name: averages[p] for name, p in names if averages[p].dtype != p.dtype}  # than the weights
+        self._wider = {
+            name: averages[p] for name, p in names if averages[p].dtype != p.dtype
+        }  # than the weights
         self._decay, self._is_loaded = decay, False
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the averaged weights after step `step`. Step 1 copies the weights, unless an average was loaded."""
-        weights = [weight.to(average.dtype) for weight, average in zip(self._weights, self._average, strict=True)]
-        torch._foreach_lerp_(self._average, weights, 1 - self._decay if step > 1 or self._is_loaded else 1.0)
+        weights = [
+            weight.to(average.dtype)
+            for weight, average in zip(self._weights, self._average, strict=True)
+        ]
+        torch._foreach_lerp_(
+            self._average, weights, 1 - self._decay if step > 1 or self._is_loaded else 1.0
+        )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside this context, the model has the averaged weights."""
-        averages = [average.to(weight.dtype) for weight, average in zip(self._weights, self._average, strict=True)]
+        averages = [
+            average.to(weight.dtype)
+            for weight, average in zip(self._weights, self._average, strict=True)
+        ]
         self._swap(averages)
         try:
             yield
@@ -113,7 +145,9 @@ class WeightAverage:
     def get_weights(self) -> dict[str, Tensor]:
         """Return the averaged model's state dict on the CPU. All ranks must call this. Only rank 0 gets all weights."""
         with self.swapped_in():  # on the CPU the state dict shares memory with the model
-            weights = {name: weight.clone() for name, weight in self._strategy.get_weights().items()}
+            weights = {
+                name: weight.clone() for name, weight in self._strategy.get_weights().items()
+            }
         for name, average in self._wider.items():
             weights |= gather_whole({name: average}, self._strategy.context)
         return weights
@@ -128,7 +162,9 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self, averages: list[Tensor]) -> None:
         self._strategy.drop_gathered()
-        for weight, average in zip(self._weights, averages, strict=True):  # one by one: no third copy of all
+        for weight, average in zip(
+            self._weights, averages, strict=True
+        ):  # one by one: no third copy of all
             former = weight.clone()
             weight.copy_(average)
             average.copy_(former)

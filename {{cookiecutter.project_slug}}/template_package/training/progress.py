@@ -22,8 +22,12 @@ class Progress:
     position: int = 0  # samples of the current epoch already seen
     best: dict[str, Any] | None = None  # {<evaluation.metric>: value, "step": step}
     best_epoch: int = 0
-    epochs_without_improvement: int = 0  # as of the last evaluation: early stopping waits for the next one
-    num_stale: int = 0  # evaluations since the best one, or since the last drop of the learning rate
+    epochs_without_improvement: int = (
+        0  # as of the last evaluation: early stopping waits for the next one
+    )
+    num_stale: int = (
+        0  # evaluations since the best one, or since the last drop of the learning rate
+    )
     num_drops: int = 0  # of the learning rate so far (schedule.name=plateau)
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 
@@ -49,9 +53,15 @@ class Progress:
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
         """Return True if an evaluation or checkpoint is due. If at_end, it is due whenever it is enabled."""
-        is_epoch_due = self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
+        is_epoch_due = (
+            self.is_epoch_end and section.every_epochs and self.epoch % section.every_epochs == 0
+        )
         is_step_due = section.every_steps and self.step % section.every_steps == 0
-        return bool(is_epoch_due or is_step_due or (at_end and (section.every_epochs or section.every_steps)))
+        return bool(
+            is_epoch_due
+            or is_step_due
+            or (at_end and (section.every_epochs or section.every_steps))
+        )
 
     def judge(self, value: float, config: EvaluationConfig, patience: int) -> bool:
         """Record an evaluation's result. Return True if it is the best so far. If more than `patience` results in a
@@ -60,7 +70,10 @@ class Progress:
         former = (self.best or {}).get(config.metric)  # None too if another metric decided so far
         is_better = former is None or (value > former if config.mode == "max" else value < former)
         if is_better := is_better and math.isfinite(value):
-            self.best, self.best_epoch = {config.metric: value, "step": self.step}, self.current_epoch
+            self.best, self.best_epoch = (
+                {config.metric: value, "step": self.step},
+                self.current_epoch,
+            )
         self.epochs_without_improvement = self.current_epoch - self.best_epoch
         self.num_stale = 0 if is_better else self.num_stale + 1
         if self.num_stale > patience:
@@ -73,7 +86,9 @@ class Progress:
 
     def describe(self) -> str:
         """Return a summary, for example `260 steps, 13 epochs, best accuracy 0.9889 at step 100`."""
-        counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (self.epoch > 0)
+        counts = f"{self.step} steps" + f", {self.epoch} epoch{'s' * (self.epoch != 1)}" * (
+            self.epoch > 0
+        )
         if self.best is None:
             return counts
         (name, value), (_, step) = self.best.items()
@@ -81,10 +96,14 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         others = dict(vars(self))
-        return {key: others.pop(key) for key in ("step", "epoch", "position", "best")} | {"early_stopping": others}
+        return {key: others.pop(key) for key in ("step", "epoch", "position", "best")} | {
+            "early_stopping": others
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.epoch, self.position, self.best = (state[key] for key in ("step", "epoch", "position", "best"))
+        self.step, self.epoch, self.position, self.best = (
+            state[key] for key in ("step", "epoch", "position", "best")
+        )
         vars(self).update(state["early_stopping"])
 
     def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +116,15 @@ class Progress:
         steps = epoch * -(-self.num_samples // size) + position // size
         counts = {"step": steps, "epoch": epoch, "position": position - position % size}
         random_states = [own | {"cursor": None} for own in state["random_states"]]
-        return state | counts | {"best": None, "early_stopping": {"best_epoch": epoch}, "random_states": random_states}
+        return (
+            state
+            | counts
+            | {
+                "best": None,
+                "early_stopping": {"best_epoch": epoch},
+                "random_states": random_states,
+            }
+        )
 
 
 class StepClock:

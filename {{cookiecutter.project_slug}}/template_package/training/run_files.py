@@ -22,7 +22,16 @@ from ..launching.distributed import RankContext, from_main, gather_objects
 from ..strategies.base import Strategy
 from .checkpoint import CheckpointFolder, export_weights
 
-LIBRARIES = ("torch", "numpy", "pydantic", "torchmetrics", "safetensors", "accelerate", "deepspeed", "horovod")
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "torchmetrics",
+    "safetensors",
+    "accelerate",
+    "deepspeed",
+    "horovod",
+)
 logger = logging.getLogger(__name__)
 
 
@@ -40,7 +49,11 @@ def run_lock(directory: Path) -> Iterator[None]:
             problem = f"name={directory.name}: another process trains this run already (environment.json: where)"
             raise ConfigError(f"{problem}. Wait for its end, or choose another name=….") from None
         except OSError as error:  # some network disks
-            logger.warning("%s: no locks on this disk (%s): do not start this run twice", directory, error.strerror)
+            logger.warning(
+                "%s: no locks on this disk (%s): do not start this run twice",
+                directory,
+                error.strerror,
+            )
         for left in directory.glob("**/.*.tmp"):  # half written by a killed process
             left.unlink(missing_ok=True)
 
@@ -50,12 +63,17 @@ def run_lock(directory: Path) -> Iterator[None]:
     finally:
         for file in held:
             with suppress(OSError):  # a disk without locks
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing it would not do: the loader's workers have it too
+                fcntl.flock(
+                    file, fcntl.LOCK_UN
+                )  # closing it would not do: the loader's workers have it too
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
     """Log all ranks' devices. Return them on rank 0, and an empty list on other ranks. All ranks must call this."""
-    own = [f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}" for d in context.devices]
+    own = [
+        f"{d}: {torch.cuda.get_device_name(d) if d.type == 'cuda' else platform.machine()}"
+        for d in context.devices
+    ]
     devices = [*chain(*(gather_objects(own) or []))]
     for note in context.device_notes:  # each node logs its own notes
         logger.info("%s", note)
@@ -64,30 +82,55 @@ def log_devices(directory: Path, context: RankContext) -> list[str]:
     return devices
 
 
-def write_environment(directory: Path, config: Config, context: RankContext, devices: list[str]) -> None:
+def write_environment(
+    directory: Path, config: Config, context: RankContext, devices: list[str]
+) -> None:
     """On rank 0, write config.yaml and environment.json, and delete any summary.json from an earlier launch."""
     if not context.is_main:
         return
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
     write_whole(directory / "config.yaml", lambda beside: beside.write_text(text, encoding="utf-8"))
-    facts: dict[str, Any] = {"host": platform.node(), "platform": platform.platform(), "devices": devices}
-    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda, "world_size": context.world_size}
+    facts: dict[str, Any] = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "devices": devices,
+    }
+    facts |= {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "world_size": context.world_size,
+    }
     facts["command"] = sys.argv
-    facts["libraries"] = {name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules}
+    facts["libraries"] = {
+        name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules
+    }
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        facts["git_commit"] = subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip()
+        facts["git_commit"] = subprocess.check_output(
+            command, text=True, timeout=10, stderr=subprocess.DEVNULL
+        ).strip()
     write_json(directory / "environment.json", facts)
     (directory / "summary.json").unlink(missing_ok=True)
 
 
-def write_summary(directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy) -> dict[str, Any]:
+def write_summary(
+    directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy
+) -> dict[str, Any]:
     """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
     context = strategy.context
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-    own = [torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident for d in context.devices]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 2**10
+    )
+    own = [
+        torch.cuda.max_memory_allocated(d) if d.type == "cuda" else resident
+        for d in context.devices
+    ]
     peaks = [round(peak / 2**20, 1) for peak in chain(*(gather_objects(own) or []))]
-    summary |= {"world_size": context.world_size, "num_devices": len(peaks), "device_ids": config.device_ids}
+    summary |= {
+        "world_size": context.world_size,
+        "num_devices": len(peaks),
+        "device_ids": config.device_ids,
+    }
     summary |= {"strategy": config.strategy, "precision": strategy.precision}
     summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": peaks}
     if not context.is_main:
@@ -95,8 +138,12 @@ def write_summary(directory: Path, summary: dict[str, Any], config: Config, stra
     checkpoints = CheckpointFolder(directory / "checkpoints")
     if paths := sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
         state = checkpoints.load_first(paths)
-        summary["best"] = state["best"]  # best.pt may come from steps that a crash lost and that were repeated
-        export_weights(state.get("average", state["model"]), strategy.module, directory / "model.safetensors")
+        summary["best"] = state[
+            "best"
+        ]  # best.pt may come from steps that a crash lost and that were repeated
+        export_weights(
+            state.get("average", state["model"]), strategy.module, directory / "model.safetensors"
+        )
     write_json(directory / "summary.json", summary)
     return summary
 
@@ -109,7 +156,11 @@ def start_profiler(directory: Path, rank: int, steps: list[int] | None, steps_do
 
     path, skipped = directory / "profile" / f"rank_{rank}.json", max(0, steps[0] - 1 - steps_done)
     path.parent.mkdir(exist_ok=True)
-    active = schedule(wait=0, warmup=0, active=steps[1] - skipped - steps_done, repeat=1, skip_first=skipped)
-    profiler = profile(schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path)))
+    active = schedule(
+        wait=0, warmup=0, active=steps[1] - skipped - steps_done, repeat=1, skip_first=skipped
+    )
+    profiler = profile(
+        schedule=active, on_trace_ready=lambda done: done.export_chrome_trace(str(path))
+    )
     profiler.start()
     return profiler

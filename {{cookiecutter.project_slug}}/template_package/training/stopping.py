@@ -23,7 +23,15 @@ import torch.distributed as dist
 from ..config import LaunchConfig
 from ..errors import StopRun
 from ..launching.distributed import RankContext
-from ..launching.processes import BEGUN, FAILURE, READY, STOP, STOP_MESSAGE, early_requests, stop_signals_call
+from ..launching.processes import (
+    BEGUN,
+    FAILURE,
+    READY,
+    STOP,
+    STOP_MESSAGE,
+    early_requests,
+    stop_signals_call,
+)
 
 POLL_SECONDS = 0.2
 _num_beats = 0
@@ -47,8 +55,12 @@ class StopRequest:
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        self._store = context.store.clone()  # for the thread: on a shared one, a thread that waits blocks the other
-        self._handlers = stop_signals_call(self._receive)  # not for Ctrl-C, which ranks of run.py ignore: _main()
+        self._store = (
+            context.store.clone()
+        )  # for the thread: on a shared one, a thread that waits blocks the other
+        self._handlers = stop_signals_call(
+            self._receive
+        )  # not for Ctrl-C, which ranks of run.py ignore: _main()
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()
@@ -62,7 +74,9 @@ class StopRequest:
         self._closed.set()
         self._handlers.__exit__(None, None, None)
         if kind is StopRun and self._context.world_size == 1 and self._received is not None:
-            raise StopRun(128 + self._received)  # out of memory after the signal: stop, instead of starting again
+            raise StopRun(
+                128 + self._received
+            )  # out of memory after the signal: stop, instead of starting again
 
     def allows(self) -> bool:
         """Return False if the run must end before the next step or batch. All ranks get the same answer."""
@@ -71,7 +85,9 @@ class StopRequest:
             self.signal_number = self._received
             return self._received is None
         self._begun += 1
-        if self._begun <= self._limit:  # read once: _watch() may change it now, and has then counted this step
+        if (
+            self._begun <= self._limit
+        ):  # read once: _watch() may change it now, and has then counted this step
             return True
         self._decided.wait()
         return self._begun <= self._limit
@@ -84,7 +100,9 @@ class StopRequest:
         self._received = number
 
     def _watch(self) -> None:
-        with suppress(dist.DistError):  # the launching process was killed, and this rank is about to be
+        with suppress(
+            dist.DistError
+        ):  # the launching process was killed, and this rank is about to be
             while not self._store.check([STOP]):
                 if self._received is not None:
                     self._store.set(STOP, str(self._received))
@@ -92,7 +110,10 @@ class StopRequest:
                     return
             self._limit = -1  # first: a step that begins after this line waits in allows(), so none goes unreported
             self._store.set(BEGUN.format(rank=self._context.rank), str(self._begun))
-            begun = [int(self._store.get(BEGUN.format(rank=rank))) for rank in range(self._context.world_size)]
+            begun = [
+                int(self._store.get(BEGUN.format(rank=rank)))
+                for rank in range(self._context.world_size)
+            ]
             self.signal_number = int(self._store.get(STOP))
             self._limit = max(begun)
             self._decided.set()
@@ -102,7 +123,9 @@ class StopRequest:
 def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> Iterator[None]:
     """If this rank hangs for launch.timeout_minutes in the `with` block, log stack traces and end all ranks."""
     is_over = threading.Event()
-    thread = threading.Thread(target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True)
+    thread = threading.Thread(
+        target=_end_hang, args=(context, launch.timeout_minutes, directory, is_over), daemon=True
+    )
     thread.start()
     try:
         yield
@@ -111,7 +134,9 @@ def hang_watch(context: RankContext, launch: LaunchConfig, directory: Path) -> I
         thread.join()
 
 
-def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_over: threading.Event) -> None:
+def _end_hang(
+    context: RankContext, timeout_minutes: float, directory: Path, is_over: threading.Event
+) -> None:
     store = context.store.clone()
     timeout, interval = 60 * timeout_minutes, min(1.0, 6 * timeout_minutes)
     seen, seconds = _num_beats, 0.0
@@ -121,15 +146,26 @@ def _end_hang(context: RankContext, timeout_minutes: float, directory: Path, is_
         seen = _num_beats
         try:
             if store.check([FAILURE]):
-                os._exit(1)  # a rank has failed and said why; srun does not end the others, which wait for it
-        except dist.DistError:  # the launching process is gone, or a rank's end has taken the store along
+                os._exit(
+                    1
+                )  # a rank has failed and said why; srun does not end the others, which wait for it
+        except (
+            dist.DistError
+        ):  # the launching process is gone, or a rank's end has taken the store along
             return
         if seconds <= timeout:
             continue
-        with suppress(OSError), (directory / "logs" / f"rank_{context.rank}.log").open("a", encoding="utf-8") as log:
+        with (
+            suppress(OSError),
+            (directory / "logs" / f"rank_{context.rank}.log").open("a", encoding="utf-8") as log,
+        ):
             faulthandler.dump_traceback(log)
-        time.sleep(2 * interval)  # the other ranks notice it too, and must write their stacks before they are killed
+        time.sleep(
+            2 * interval
+        )  # the other ranks notice it too, and must write their stacks before they are killed
         problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"
         stacks = f"{directory}/logs/rank_*.log hold the stacks of all ranks"
-        context.report_failure(f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1)
+        context.report_failure(
+            f"{problem}. {stacks}. Raise the value if one of them takes longer.", 1
+        )
         os._exit(1)

@@ -69,16 +69,22 @@ class SimulatedNvml:
         return self.capabilities.get(handle, (9, 0))
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])]
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])
+        ]
 
 
 @contextmanager
-def child(work: Callable[[Connection], None], uid: int = OWN_USER) -> Iterator[tuple[int, Connection]]:
+def child(
+    work: Callable[[Connection], None], uid: int = OWN_USER
+) -> Iterator[tuple[int, Connection]]:
     """Run `work` in a process of the user `uid`, with one end of a pipe as its argument.
 
     Yield the process id and the other end of the pipe. SIGKILL ends the process after the `with` body.
     """
-    processes = multiprocessing.get_context("fork")  # starts in milliseconds, so that starts can meet
+    processes = multiprocessing.get_context(
+        "fork"
+    )  # starts in milliseconds, so that starts can meet
     own_end, end = processes.Pipe()
     process = processes.Process(target=_become, args=(uid, work, end))
     process.start()

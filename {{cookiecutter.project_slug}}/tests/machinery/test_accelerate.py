@@ -15,9 +15,16 @@ from template_package.launching.distributed import RankContext
 
 from conftest import Project
 
-pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="Accelerate is not installed"
+)
 
-WORDS = ["device_ids=cpu,cpu", "training.epochs=1", "training.micro_batch_size=4", "training.max_gradient_norm=0.5"]
+WORDS = [
+    "device_ids=cpu,cpu",
+    "training.epochs=1",
+    "training.micro_batch_size=4",
+    "training.max_gradient_norm=0.5",
+]
 OPTIONS: dict[str, list[str]] = {
     "plain": [],
     "unclipped": ["training.max_gradient_norm=null"],
@@ -32,13 +39,22 @@ OPTIONS: dict[str, list[str]] = {
 def test_options_compute_what_ddp_computes(project: Project) -> None:
     project.edit("model.py", ", nn.Linear(16, 2)", ", nn.BatchNorm1d(16), nn.Linear(16, 2)")
     strategies = ("accelerate", "ddp")
-    cases = {f"{s}-{name}": [f"strategy={s}", *WORDS, *more] for name, more in OPTIONS.items() for s in strategies}
+    cases = {
+        f"{s}-{name}": [f"strategy={s}", *WORDS, *more]
+        for name, more in OPTIONS.items()
+        for s in strategies
+    }
     project.run_many(cases)
     for name in OPTIONS:
-        for split in ("train", "validation"):  # the same arithmetic in the same order: equal bit for bit
+        for split in (
+            "train",
+            "validation",
+        ):  # the same arithmetic in the same order: equal bit for bit
             lines, expected = (project.lines(f"{s}-{name}", split) for s in strategies)
             assert lines == expected and len(lines) == (7 if split == "train" else 1), name
-    plain, compressed = (project.lines(f"accelerate-{name}")[-1]["loss"] for name in ("plain", "compressed"))
+    plain, compressed = (
+        project.lines(f"accelerate-{name}")[-1]["loss"] for name in ("plain", "compressed")
+    )
     assert plain != compressed
     output = project.run("strategy=accelerate", *WORDS, "model.has_unused_parameter=true", code=2)
     assert "unused got no gradient" in output
@@ -76,10 +92,18 @@ def test_fp16_on_cpu_is_refused() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("ACCELERATE_MIXED_PRECISION", "bf16", r"training.precision=fp32: accelerate launch asks for bf16"),
+        (
+            "ACCELERATE_MIXED_PRECISION",
+            "bf16",
+            r"training.precision=fp32: accelerate launch asks for bf16",
+        ),
         ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", r"training.compile=true"),
         ("ACCELERATE_USE_FSDP", "true", r"accelerate launch asks for fsdp.*strategy=fsdp"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", r"accelerate launch asks for deepspeed.*strategy=deepspeed"),
+        (
+            "ACCELERATE_USE_DEEPSPEED",
+            "true",
+            r"accelerate launch asks for deepspeed.*strategy=deepspeed",
+        ),
     ],
 )
 def test_what_accelerate_launch_asks_for_is_refused_not_ignored(
@@ -95,4 +119,7 @@ def test_launchers_wishes_that_agree_are_taken(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")  # the loader's business
     strategy = strategy_of(precision="bf16")
-    assert strategy._accelerator.mixed_precision == "bf16" and strategy._accelerator.gradient_accumulation_steps == 1
+    assert (
+        strategy._accelerator.mixed_precision == "bf16"
+        and strategy._accelerator.gradient_accumulation_steps == 1
+    )

@@ -34,7 +34,11 @@ def test_samples_of_the_micro_batch_are_named_and_all_ranks_end(
 @pytest.mark.parametrize(
     ("fault", "workers"),
     [
-        *((f"raise {end}", workers) for end in ("StopIteration", "SystemExit(0)") for workers in (0, 1)),
+        *(
+            (f"raise {end}", workers)
+            for end in ("StopIteration", "SystemExit(0)")
+            for workers in (0, 1)
+        ),
         ("os._exit(3)", 1),
     ],
 )
@@ -45,14 +49,23 @@ def test_end_that_a_sample_asks_for_is_an_error_and_not_the_end_of_the_data(
     project.edit("dataset.py", line, f"        if index == 5:\n            {fault}\n{line}")
     output = project.run("training.epochs=1", f"loader.num_workers={workers}", code=1)
     if "raise" in fault:
-        assert "the data set, or its collate function, raised " in output and output.count(") failed:\n") == 1
+        assert (
+            "the data set, or its collate function, raised " in output
+            and output.count(") failed:\n") == 1
+        )
     else:
         assert "DataLoader worker" in output and "exited unexpectedly" in output
 
 
 def test_worker_that_the_system_ends_is_told(project: Project) -> None:
-    output = project.run("device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1)
-    assert "DataLoader worker" in output and "is killed by signal" in output and output.count(") failed:\n") == 1
+    output = project.run(
+        "device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1
+    )
+    assert (
+        "DataLoader worker" in output
+        and "is killed by signal" in output
+        and output.count(") failed:\n") == 1
+    )
 
 
 def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Project) -> None:
@@ -62,22 +75,36 @@ def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Pr
     while not (metrics.exists() and metrics.read_text("utf-8")) and time.monotonic() < deadline:
         time.sleep(0.02)  # a step has been made
     time.sleep(0.3)
-    workers = [pid for pid in children(process.pid) if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    workers = [
+        pid
+        for pid in children(process.pid)
+        if b"run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     assert len(workers) == 2, "one reads training samples, and one those of evaluations"
     os.kill(min(workers), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "is killed by signal" in errors and errors.count(") failed:\n") == 1
+    assert (
+        process.returncode == 1
+        and "is killed by signal" in errors
+        and errors.count(") failed:\n") == 1
+    )
 
 
 def test_data_set_that_differs_in_length_between_ranks_is_refused(project: Project) -> None:
-    project.edit("dataset.py", "config.num_samples, 1", "config.num_samples - 13 * torch.distributed.get_rank(), 1")
+    project.edit(
+        "dataset.py",
+        "config.num_samples, 1",
+        "config.num_samples - 13 * torch.distributed.get_rank(), 1",
+    )
     output = project.run("device_ids=cpu,cpu", code=2)
     assert "the training data set differs between ranks: [103, 90] samples" in output
     assert "Traceback" not in output
 
 
 def test_fewer_samples_than_ranks_train_and_no_samples_are_refused(project: Project) -> None:
-    project.run("device_ids=cpu,cpu,cpu", "data.num_samples=2", "data.num_validation=1", "training.epochs=2")
+    project.run(
+        "device_ids=cpu,cpu,cpu", "data.num_samples=2", "data.num_validation=1", "training.epochs=2"
+    )
     assert [line["num_samples"] for line in project.lines("run", "validation")] == [1, 1]
     assert len(project.lines("run")) == 2
     output = project.run("name=empty", "device_ids=cpu,cpu", "data.num_samples=0", code=2)

@@ -37,7 +37,9 @@ class NotTraining(DistributedDataParallelStrategy):
 STRATEGY = NotTraining
 """
 KEYS = "seconds_per_step samples_per_second startup_seconds waiting_share first_loss final_loss".split()
-needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="no /proc: processes cannot be found"
+)
 
 
 @pytest.mark.slow
@@ -47,14 +49,23 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     for name in ("data_parallel", "accelerate", "deepspeed", "horovod"):
         (strategies / f"{name}.py").unlink(missing_ok=True)
     (strategies / "fsdp.py").write_text(NOT_TRAINING, encoding="utf-8")
-    words = ["benchmark", "benchmark.steps=60", "benchmark.rounds=1", "name=b", "optimizer.learning_rate=0.03"]
+    words = [
+        "benchmark",
+        "benchmark.steps=60",
+        "benchmark.rounds=1",
+        "name=b",
+        "optimizer.learning_rate=0.03",
+    ]
     output, errors = project.start(*words).communicate(timeout=580)
 
     assert not errors, errors
     report = project.json("b", "benchmark/benchmark.json")
     rows = {row["name"]: row for row in report["rows"]}
     runs = {name: row["runs"][0] for name, row in rows.items()}
-    assert {name: (run["world_size"], run["num_devices"], run["precision"]) for name, run in runs.items()} == {
+    assert {
+        name: (run["world_size"], run["num_devices"], run["precision"])
+        for name, run in runs.items()
+    } == {
         "one device": (1, 1, "fp32"),
         "ddp": (2, 2, "fp32"),
         "ddp, 16-bit": (2, 2, "bf16"),
@@ -80,9 +91,13 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
     assert "must be 'ddp' or 'fsdp'." in (folder / "data_parallel.log").read_text(encoding="utf-8")
     said, _, text = output.partition("\n# Benchmark of b\n")
     assert "round 1 of 1: fsdp\n" in said
-    assert all(f" {name} |" in text for name in rows) and all(reason in text for reason in reasons.values())
+    assert all(f" {name} |" in text for name in rows) and all(
+        reason in text for reason in reasons.values()
+    )
     assert text.count("(!) |") == 1 and text.splitlines()[-1].startswith("The fastest row is ")
-    assert "run.py name=b optimizer.learning_rate=0.03 device_ids=" in text.splitlines()[-1], "the words that it keeps"
+    assert "run.py name=b optimizer.learning_rate=0.03 device_ids=" in text.splitlines()[-1], (
+        "the words that it keeps"
+    )
     assert not (folder / "run").exists()
 
 
@@ -109,13 +124,17 @@ def has_processes(folder: Path, is_right: Callable[[int], bool]) -> bool:
 
 @needs_proc
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code", "rows"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)])
+@pytest.mark.parametrize(
+    ("number", "code", "rows"), [(signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+)
 def test_signal_leaves_the_table_of_what_was_measured_and_no_process(
     project: Project, number: signal.Signals, code: int, rows: int
 ) -> None:
     with project.start("benchmark", "benchmark.steps=3", "name=b") as process:
         assert process.stdout is not None
-        for row in ["one device", "ddp", "ddp, 16-bit"][: rows + 1]:  # the line of a row is written when it begins
+        for row in ["one device", "ddp", "ddp, 16-bit"][
+            : rows + 1
+        ]:  # the line of a row is written when it begins
             assert process.stdout.readline() == f"round 1 of 3: {row}\n"
         # The next row's processes: the one that will start the ranks; a fork server and ranks too.
         are_there = has_processes(project.folder, [2, 4][rows - 1].__le__)
@@ -185,17 +204,29 @@ def test_single_gpu_has_the_rows_that_fit() -> None:
 def row_of(name: str, seconds: list[float], final_loss: float = 1.0) -> Row:
     """Return a row with one run for each number of seconds per step in `seconds`."""
     run: dict[str, Any] = {"first_loss": 2.0, "final_loss": final_loss, "startup_seconds": 3.0}
-    run |= {"peak_memory_mib": 900.0, "devices": ["cpu"], "platform": "x", "libraries": {"torch": "2"}}
+    run |= {
+        "peak_memory_mib": 900.0,
+        "devices": ["cpu"],
+        "platform": "x",
+        "libraries": {"torch": "2"},
+    }
     run |= {"global_batch_size": 8, "waiting_share": 0.1}
     times = [{"seconds_per_step": second, "samples_per_second": 64 / second} for second in seconds]
     return Row(name, ["device_ids=cpu"], runs=[{**run, **time} for time in times])
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_wrong"), [(1.0, False), (0.7, False), (1.3, False), (1.9, True), (float("nan"), True)]
+    ("loss", "is_wrong"),
+    [(1.0, False), (0.7, False), (1.3, False), (1.9, True), (float("nan"), True)],
 )
-def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_wrong: bool) -> None:
-    rows = [row_of("one device", [0.4, 0.9, 0.41]), Row("it fails", []), row_of("ddp", [0.25, 0.2, 0.3], loss)]
+def test_medians_and_the_row_that_learns_less_than_half_as_much(
+    loss: float, is_wrong: bool
+) -> None:
+    rows = [
+        row_of("one device", [0.4, 0.9, 0.41]),
+        Row("it fails", []),
+        row_of("ddp", [0.25, 0.2, 0.3], loss),
+    ]
     one, two = summarize(rows, [])
     assert (one["seconds_per_step"], two["seconds_per_step"]) == (0.41, 0.25)
     assert two["speed_up"] == pytest.approx(1.64) and two["spread"] == pytest.approx(0.4)
@@ -211,8 +242,14 @@ def test_medians_and_the_row_that_learns_less_than_half_as_much(loss: float, is_
     ("output", "reason"),
     [
         ("step 1\nerror: fsdp=x: not so. Do y.\nmore\n", "fsdp=x: not so. Do y."),
-        ("rank 1 (h, cpu) failed:\nTraceback (most recent call last):\n  x\nValueError: y\nmore\n", "ValueError: y"),
-        ("torch.OutOfMemoryError: CUDA out of memory.\n", "torch.OutOfMemoryError: CUDA out of memory."),
+        (
+            "rank 1 (h, cpu) failed:\nTraceback (most recent call last):\n  x\nValueError: y\nmore\n",
+            "ValueError: y",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory.\n",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+        ),
         ("Segmentation fault\n", "Segmentation fault"),
         ("rank 1 failed:\nkilled by SIGKILL\n", "killed by SIGKILL"),
         ("", "exit code 9"),

@@ -15,7 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from template_package.core.random_states import get_random_states, seed_generators, set_random_states
+from template_package.core.random_states import (
+    get_random_states,
+    seed_generators,
+    set_random_states,
+)
 from template_package.errors import ConfigError
 from template_package.files import write_whole
 from template_package.training.checkpoint import (
@@ -41,7 +45,12 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 def state(step: int) -> dict[str, Any]:
     others = dict.fromkeys(KEYS, None)
-    return {**others, "format_version": 1, "step": step, "model": {"weight": torch.full((2,), float(step))}}
+    return {
+        **others,
+        "format_version": 1,
+        "step": step,
+        "model": {"weight": torch.full((2,), float(step))},
+    }
 
 
 def test_last_and_best_are_kept(tmp_path: Path) -> None:
@@ -52,7 +61,11 @@ def test_last_and_best_are_kept(tmp_path: Path) -> None:
             folder.save(state(step), is_best=True)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_00000003.pt", "step_00000120.pt"]
     assert load_checkpoint(folder.best)["step"] == 2
-    assert [path.name for path in folder.newest_first()] == ["step_00000120.pt", "step_00000003.pt", "best.pt"]
+    assert [path.name for path in folder.newest_first()] == [
+        "step_00000120.pt",
+        "step_00000003.pt",
+        "best.pt",
+    ]
     everything = CheckpointFolder(tmp_path / "all")
     for step in range(5):
         everything.save(state(step))
@@ -81,7 +94,13 @@ def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path) -> None:
 
 def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
     folder, choose = CheckpointFolder(tmp_path), random.Random(5)
-    folder.save({**state(7), "best": {"loss": 0.25}, "random_states": [(1, torch.arange(64, dtype=torch.uint8))]})
+    folder.save(
+        {
+            **state(7),
+            "best": {"loss": 0.25},
+            "random_states": [(1, torch.arange(64, dtype=torch.uint8))],
+        }
+    )
     path = tmp_path / "step_00000007.pt"
     whole = path.read_bytes()
     expected = load_checkpoint(path)
@@ -121,10 +140,15 @@ def test_containers_in_an_optimizer_are_saved_as_plain_ones(project: Project) ->
     project.run("device_ids=cpu,cpu", "training.max_steps=3")
 
 
-def test_state_that_could_not_be_read_again_is_told_at_the_first_save(project: Project, tmp_path: Path) -> None:
+def test_state_that_could_not_be_read_again_is_told_at_the_first_save(
+    project: Project, tmp_path: Path
+) -> None:
     project.append("model.py", NUMPY_STATE.replace("VALUE", "numpy.zeros(2)"))
     output = project.run("device_ids=cpu,cpu", "checkpoint.every_steps=1", code=1)
-    assert "Unexpected value type <class 'numpy.ndarray'>" in output and output.count(") failed:\n") == 1
+    assert (
+        "Unexpected value type <class 'numpy.ndarray'>" in output
+        and output.count(") failed:\n") == 1
+    )
     assert len(project.lines("run")) == 1
     with pytest.raises(ConfigError, match=r"step_00000001\.pt cannot be used"):
         CheckpointFolder(tmp_path).save({**state(1), "best": numpy.zeros(2)})
@@ -163,7 +187,9 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["bare.pt", "wrapped.pth", "ours.bin", "prefixed.pt", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["bare.pt", "wrapped.pth", "ours.bin", "prefixed.pt", "weights.safetensors"]
+)
 def test_initial_weights_of_anyone(tmp_path: Path, name: str) -> None:
     source, model = nn.Linear(3, 2), nn.Linear(3, 2)
     weights = source.state_dict()
@@ -193,7 +219,9 @@ def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
         assert words in str(caught.value)
     torch.save({"weight": 3}, tmp_path / "none.pt")
     for name in ("none.pt", "x" * 300):
-        with pytest.raises(ConfigError, match=r"^checkpoint\.initial_weights=\S+: (does not fit|no state dict)"):
+        with pytest.raises(
+            ConfigError, match=r"^checkpoint\.initial_weights=\S+: (does not fit|no state dict)"
+        ):
             load_weights(nn.Linear(3, 2), tmp_path / name, "checkpoint.initial_weights=")
 
 
@@ -272,4 +300,7 @@ def test_copies_that_the_user_made_stay(tmp_path: Path) -> None:
     folder._is_verified = True
     for step in (1, 2, 3):
         folder.save({"step": step})
-    assert sorted(path.name for path in folder.folder.iterdir()) == ["step_00000001_good.pt", "step_00000003.pt"]
+    assert sorted(path.name for path in folder.folder.iterdir()) == [
+        "step_00000001_good.pt",
+        "step_00000003.pt",
+    ]

@@ -20,7 +20,11 @@ from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project, clean_environment, copy_project
 
-TEXTS = [*"1e3 yes null? 0x10 010 1:30 1.0 2026-01-01 true a,b ~/data 試験".split(), "é x", "# [a]: {b}"]
+TEXTS = [
+    *"1e3 yes null? 0x10 010 1:30 1.0 2026-01-01 true a,b ~/data 試験".split(),
+    "é x",
+    "# [a]: {b}",
+]
 DATA = '''
 from dataclasses import field
 from enum import Enum
@@ -90,8 +94,15 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
     folder = copy_project(tmp_path_factory.mktemp("project"))
     with (folder / PACKAGE / "dataset.py").open("a", encoding="utf-8") as file:
         file.write(DATA)
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
-    with subprocess.Popen([sys.executable, "-c", READER], cwd=folder, env=clean_environment(), **pipes) as process:
+    pipes: Any = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "encoding": "utf-8",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", READER], cwd=folder, env=clean_environment(), **pipes
+    ) as process:
 
         def read(*words: str, text: str = "") -> tuple[str, dict[str, Any] | None]:
             print(json.dumps({"words": words, "text": text}), file=process.stdin, flush=True)
@@ -106,7 +117,10 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
 def test_config_yaml_shows_every_key_and_the_defaults_of_the_code(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").touch()
     written = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
-    config, defaults = to_dict(load_config(ROOT / "config.yaml")), to_dict(load_config(tmp_path / "empty.yaml"))
+    config, defaults = (
+        to_dict(load_config(ROOT / "config.yaml")),
+        to_dict(load_config(tmp_path / "empty.yaml")),
+    )
     sections = [key for key, value in config.items() if isinstance(value, dict)]
     assert set(written) == set(config) and len(sections) >= 12
     for section in sections:
@@ -114,9 +128,13 @@ def test_config_yaml_shows_every_key_and_the_defaults_of_the_code(tmp_path: Path
     assert config == defaults
 
 
-@pytest.mark.parametrize("example", sorted(path.parent.name for path in ROOT.glob("examples/*/config.yaml")))
+@pytest.mark.parametrize(
+    "example", sorted(path.parent.name for path in ROOT.glob("examples/*/config.yaml"))
+)
 def test_config_of_an_example_names_keys_that_there_are(example: str) -> None:
-    written = yaml.safe_load((ROOT / "examples" / example / "config.yaml").read_text(encoding="utf-8"))
+    written = yaml.safe_load(
+        (ROOT / "examples" / example / "config.yaml").read_text(encoding="utf-8")
+    )
     known = to_dict(load_config(ROOT / "config.yaml"))
     for section in written.keys() - {"data", "model"}:
         assert section in known
@@ -133,7 +151,12 @@ def test_text_stays_as_it_was_typed(text: str, read: Read) -> None:
     content = f"data:\n  root: {plain}\n  inner:\n    path: {plain}\n  names:\n  - {plain}\n  note: '{text}'"
     _, in_file = read(text=content)
     assert in_file is not None
-    assert (in_file["root"], in_file["inner"]["path"], in_file["names"], in_file["note"]) == (text, text, [text], text)
+    assert (in_file["root"], in_file["inner"]["path"], in_file["names"], in_file["note"]) == (
+        text,
+        text,
+        [text],
+        text,
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,13 +185,24 @@ def test_fields_of_any_type_are_read_alike_from_file_and_command_line(
 ) -> None:
     outer, _, inner = key.rpartition(".")
     text_in_file = f"[{text}]" if "," in text and text[0] not in "[{" else text
-    in_file = f"{{{outer}: {{{inner}: {text_in_file}}}}}" if outer else f"{{{inner}: {text_in_file}}}"
-    for shown, _ in (read("data.root=here", f"data.{key}={text}"), read("data.root=here", text=f"data: {in_file}")):
+    in_file = (
+        f"{{{outer}: {{{inner}: {text_in_file}}}}}" if outer else f"{{{inner}: {text_in_file}}}"
+    )
+    for shown, _ in (
+        read("data.root=here", f"data.{key}={text}"),
+        read("data.root=here", text=f"data: {in_file}"),
+    ):
         assert f"{inner}={value}" in shown
 
 
 def test_a_users_fields_are_written_plainly_and_read_back_equal(read: Read) -> None:
-    words = ["data.root=yes", "data.note='", "data.folder=a/b", "data.pair=3,4", "data.spare.size=3"]
+    words = [
+        "data.root=yes",
+        "data.note='",
+        "data.folder=a/b",
+        "data.pair=3,4",
+        "data.spare.size=3",
+    ]
     shown, values = read(*words)
     assert read(text=yaml.safe_dump({"data": values})) == (shown, values)
 
@@ -185,7 +219,9 @@ def test_a_users_fields_are_written_plainly_and_read_back_equal(read: Read) -> N
         ([], "data.root: has no value and no default. Set data.root=VALUE"),
     ],
 )
-def test_values_that_the_users_own_sections_refuse_are_one_line(words: list[str], rule: str, read: Read) -> None:
+def test_values_that_the_users_own_sections_refuse_are_one_line(
+    words: list[str], rule: str, read: Read
+) -> None:
     message, values = read(*words)
     assert rule in message and values is None
 
@@ -209,7 +245,11 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as refusal:
         load_config(tmp_path / "config.yaml")
-    assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+    assert (
+        rule in str(refusal.value)
+        and str(refusal.value).isprintable()
+        and len(str(refusal.value)) < 500
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +261,10 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
         ("--launch.share-gpus name=a", "Write launch.share_gpus=VALUE"),
         ("=3", "a setting is key=value"),
         ("launch.node_rank=1", "launch.node_rank=1: must be below launch.nodes"),
-        ("--batch_size 64 --lr 1e-3 --amp", "together) optimizer.learning_rate=1e-3 training.precision=bf16."),
+        (
+            "--batch_size 64 --lr 1e-3 --amp",
+            "together) optimizer.learning_rate=1e-3 training.precision=bf16.",
+        ),
         ("--gpus 0,2", "Write device_ids=0,2."),
         ("--gpus=[0,2]", "Write device_ids=0,2."),
         ("optimizer.betas=0.9", "The default is [0.9, 0.999]."),
@@ -234,7 +277,11 @@ def test_a_file_that_is_broken_is_refused_in_one_line(text: str, rule: str, tmp_
 def test_settings_that_do_not_go_together_are_one_line(words: str, rule: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_typed(words.split())
-    assert rule in str(refusal.value) and str(refusal.value).isprintable() and len(str(refusal.value)) < 500
+    assert (
+        rule in str(refusal.value)
+        and str(refusal.value).isprintable()
+        and len(str(refusal.value)) < 500
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,15 +301,23 @@ def test_all_mistakes_are_told_at_once_each_in_its_line(words: str) -> None:
 
 
 def test_two_ranks_on_one_gpu_are_allowed_with_gloo() -> None:
-    assert load_config(ROOT / "config.yaml", ["device_ids=[0, 0]", "launch.backend=gloo"]).device_ids == [0, 0]
+    assert load_config(
+        ROOT / "config.yaml", ["device_ids=[0, 0]", "launch.backend=gloo"]
+    ).device_ids == [0, 0]
 
 
 def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: Project) -> None:
     for file in ("strategies/horovod.py", "tracking/wandb.py"):
         (project.folder / PACKAGE / file).unlink()
-    shutil.copy(project.folder / PACKAGE / "strategies" / "ddp.py", project.folder / PACKAGE / "strategies" / "own.py")
+    shutil.copy(
+        project.folder / PACKAGE / "strategies" / "ddp.py",
+        project.folder / PACKAGE / "strategies" / "own.py",
+    )
     missing = project.run("strategy=horovod", code=2)
-    assert missing.startswith("error: strategy=horovod: must be 'accelerate', ") and "template" in missing
+    assert (
+        missing.startswith("error: strategy=horovod: must be 'accelerate', ")
+        and "template" in missing
+    )
     assert "'own'" in missing and "base" not in missing and "common" not in missing
     missing = project.run("logging.tracker=wandb", code=2)
     assert "logging.tracker=wandb: must be 'none', 'mlflow', 'tensorboard' or 'trackio'." in missing
@@ -271,7 +326,9 @@ def test_strategy_or_tracker_is_offered_exactly_when_its_file_is_there(project: 
 
 
 def test_help_tells_what_each_command_does(project: Project) -> None:
-    (project.folder / "template_package" / "commands" / "own.py").write_text("# no docstring\n", encoding="utf-8")
+    (project.folder / "template_package" / "commands" / "own.py").write_text(
+        "# no docstring\n", encoding="utf-8"
+    )
     printed = project.run("--help")
     for name in ("benchmark", "doctor", "evaluate", "predict", "report", "smoke", "sweep"):
         assert re.search(rf"^`python run.py {name}.*`: .+[.]$", printed, re.MULTILINE)
@@ -281,7 +338,11 @@ def test_help_tells_what_each_command_does(project: Project) -> None:
 
 def test_each_command_begins_with_its_line_of_the_help() -> None:
     commands = ROOT / PACKAGE / "commands"
-    files = {path.name: path / "__init__.py" for path in commands.iterdir() if (path / "__init__.py").exists()}
+    files = {
+        path.name: path / "__init__.py"
+        for path in commands.iterdir()
+        if (path / "__init__.py").exists()
+    }
     files |= {path.stem: path for path in commands.glob("[a-z]*.py")}
     assert [usage.split()[0] for usage in COMMANDS] == sorted(files)
     for usage, text in COMMANDS.items():
@@ -371,7 +432,9 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_words_of_other_tools_are_answered_with_ours(word: str, ours: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_typed(word.split())
-    assert re.search(rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)), str(error.value)
+    assert re.search(
+        rf"(Did you mean|Set|Write) {re.escape(ours)}( \(.*\))?[.?]$", str(error.value)
+    ), str(error.value)
     assert word.partition("=")[0] in str(error.value) and "\n" not in str(error.value)
     if not re.search("=N$|auto:2|=-|KEY", ours):
         load_typed(["launch.nodes=2", *ours.split()])
@@ -398,6 +461,8 @@ def test_without_the_extra_similar_names_answer_in_one_line(project: Project) ->
 
 
 def test_list_that_the_shell_has_cut_at_its_blanks_is_read_whole() -> None:
-    line = parse_command_line(["name=a", "device_ids=[cpu,", "cpu,", "cpu]", "seed=1"], ROOT / "config.yaml")
+    line = parse_command_line(
+        ["name=a", "device_ids=[cpu,", "cpu,", "cpu]", "seed=1"], ROOT / "config.yaml"
+    )
     assert line.overrides == ["name=a", "device_ids=[cpu,cpu,cpu]", "seed=1"]
     assert parse_command_line([], ROOT / "config.yaml").overrides == []

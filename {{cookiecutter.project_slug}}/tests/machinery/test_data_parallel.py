@@ -55,9 +55,20 @@ def test_several_cpus_or_processes_are_refused(project: Project) -> None:
 @pytest.mark.gpu
 @needs_two_gpus
 def test_two_gpus_match_one(project: Project) -> None:
-    words = ("training.precision=fp32", "training.tf32=false", "training.epochs=2", "training.max_gradient_norm=0.5")
+    words = (
+        "training.precision=fp32",
+        "training.tf32=false",
+        "training.epochs=2",
+        "training.max_gradient_norm=0.5",
+    )
     project.run("name=one", "device_ids=0", *words)
-    project.run("name=two", "strategy=data_parallel", "device_ids=1,0", *words, "training.micro_batch_size=5")
+    project.run(
+        "name=two",
+        "strategy=data_parallel",
+        "device_ids=1,0",
+        *words,
+        "training.micro_batch_size=5",
+    )
     one, two = project.lines("one"), project.lines("two")
     for key in ("loss", "gradient_norm"):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=2e-4)
@@ -65,7 +76,11 @@ def test_two_gpus_match_one(project: Project) -> None:
         project.lines("one", "validation")[-1]["loss"], rel=2e-4
     )
     summary = project.json("two", "summary.json")
-    assert (summary["world_size"], summary["num_devices"], len(summary["peak_memory_mib"])) == (1, 2, 2)
+    assert (summary["world_size"], summary["num_devices"], len(summary["peak_memory_mib"])) == (
+        1,
+        2,
+        2,
+    )
 
 
 @pytest.mark.gpu

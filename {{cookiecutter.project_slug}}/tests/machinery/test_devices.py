@@ -19,7 +19,15 @@ import pynvml
 import pytest
 import torch
 import torch.distributed as dist
-from shared_server import IS_ROOT, NOBODY, OWN_USER, SimulatedNvml, child, receive, someone_elses_process
+from shared_server import (
+    IS_ROOT,
+    NOBODY,
+    OWN_USER,
+    SimulatedNvml,
+    child,
+    receive,
+    someone_elses_process,
+)
 
 from template_package.config import LaunchConfig, load_config
 from template_package.errors import ConfigError
@@ -29,18 +37,26 @@ from template_package.launching.devices import Devices, find_gpus, owner, take_d
 from template_package.launching.environment import Launched
 
 ROOT = Path(__file__).parents[2]
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="locks, and processes' owners, are Linux's")
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="locks, and processes' owners, are Linux's"
+)
 OWN = owner(os.getpid())
 
 
 def take(
-    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, num_ranks: int = 0, **launch: Any
+    device_ids: Any,
+    nvml: SimulatedNvml | None,
+    mask: str | None = None,
+    num_ranks: int = 0,
+    **launch: Any,
 ) -> Devices:
     environment = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
     return take_devices(device_ids, LaunchConfig(**launch), environment, num_ranks, nvml)
 
 
-def names(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any) -> list[str]:
+def names(
+    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any
+) -> list[str]:
     """Return the names of the devices that a run would take, and release their locks."""
     devices = take(device_ids, nvml, mask, **options)
     for lock in devices.locks:
@@ -48,10 +64,14 @@ def names(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, 
     return devices.names
 
 
-def refusal(device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any) -> str:
+def refusal(
+    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any
+) -> str:
     try:
         take(device_ids, nvml, mask, **options)
-    except ConfigError as error:  # pytest.raises() would keep the caller's locks until the next garbage collection
+    except (
+        ConfigError
+    ) as error:  # pytest.raises() would keep the caller's locks until the next garbage collection
         return str(error)
     pytest.fail("not refused")
 
@@ -69,7 +89,9 @@ def is_locked(nvml: SimulatedNvml, index: int) -> bool:
 
 
 @contextmanager
-def another_run(device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **launch: Any) -> Iterator[int]:
+def another_run(
+    device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **launch: Any
+) -> Iterator[int]:
     """Start a run that takes its devices and keeps them during the `with` body. Yield its process id."""
 
     def work(pipe: Connection) -> None:
@@ -85,7 +107,9 @@ def another_run(device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **lau
 @pytest.mark.parametrize(("device_ids", "num_ranks"), [("cpu", 1), (["cpu", "cpu"], 2)])
 def test_cpu_ranks_ask_no_driver(device_ids: Any, num_ranks: int) -> None:
     no_nvml = object()
-    assert take_devices(device_ids, LaunchConfig(), {}, nvml=no_nvml) == Devices(["cpu"] * num_ranks, [], ())
+    assert take_devices(device_ids, LaunchConfig(), {}, nvml=no_nvml) == Devices(
+        ["cpu"] * num_ranks, [], ()
+    )
 
 
 def test_the_gpu_of_a_mac_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +130,9 @@ def test_the_gpu_of_a_mac_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None
         (None, [1, 1], ["cuda:1", "cuda:1"]),
     ],
 )
-def test_physical_ids_become_places_in_the_mask(mask: str | None, device_ids: list[int], devices: list[str]) -> None:
+def test_physical_ids_become_places_in_the_mask(
+    mask: str | None, device_ids: list[int], devices: list[str]
+) -> None:
     assert names(device_ids, SimulatedNvml(9, 9, 9, 9), mask) == devices
 
 
@@ -117,8 +143,13 @@ def test_missing_gpu_is_refused_with_those_that_exist() -> None:
     )
     four = SimulatedNvml(9, 9, 9, 9)
     hidden = refusal([3, 1, 2], four, "3,2")
-    assert "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu,cpu or auto" in hidden
-    assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu,cpu or auto" in refusal([0], four, "")
+    assert (
+        "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu,cpu or auto"
+        in hidden
+    )
+    assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu,cpu or auto" in refusal(
+        [0], four, ""
+    )
 
 
 def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
@@ -127,7 +158,10 @@ def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
     assert names("auto", nvml, "0,2,3") == ["cuda:1"]
     assert names("auto", nvml, min_free_memory_gib=20.0) == ["cuda:1"]
     assert names("auto", nvml, min_free_memory_gib=0.0) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert names("auto", SimulatedNvml(-1, -1)) == ["cuda:0", "cuda:1"]  # memory that cannot be read is not short
+    assert names("auto", SimulatedNvml(-1, -1)) == [
+        "cuda:0",
+        "cuda:1",
+    ]  # memory that cannot be read is not short
 
 
 def test_auto_n_takes_those_with_the_most_free_memory() -> None:
@@ -135,7 +169,9 @@ def test_auto_n_takes_those_with_the_most_free_memory() -> None:
     assert names("auto:2", nvml) == ["cuda:1", "cuda:3"]
     assert names("auto:3", nvml) == ["cuda:0", "cuda:1", "cuda:3"]
     assert names("auto:2", nvml, "3,2,0") == ["cuda:0", "cuda:2"]
-    assert names("auto", nvml, num_ranks=2) == ["cuda:1", "cuda:3"], "as many as a launcher has started ranks"
+    assert names("auto", nvml, num_ranks=2) == ["cuda:1", "cuda:3"], (
+        "as many as a launcher has started ranks"
+    )
 
 
 def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
@@ -159,12 +195,18 @@ def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
 def test_auto_leaves_other_users_gpus_alone_but_not_ones_own() -> None:
     nvml, theirs = SimulatedNvml(30, 10, 20, 5), "another user computes there"
     with someone_elses_process() as (pid, other):
-        nvml.processes = {0: [os.getpid(), pid], 1: [os.getpid()], 2: [2**22 + 1]}  # the last cannot be seen
+        nvml.processes = {
+            0: [os.getpid(), pid],
+            1: [os.getpid()],
+            2: [2**22 + 1],
+        }  # the last cannot be seen
         devices = take("auto", nvml)
         assert devices.names == ["cuda:1", "cuda:3"]
         assert states(devices.notes) == [theirs, "-> cuda:1", theirs, "-> cuda:3"]
         for note, users in zip(
-            devices.notes, [", ".join(sorted([OWN, other])), OWN, "a process that cannot be seen"], strict=False
+            devices.notes,
+            [", ".join(sorted([OWN, other])), OWN, "a process that cannot be seen"],
+            strict=False,
         ):
             assert f"  used by {users}  " in note
         assert names("auto:2", nvml, share_gpus=True) == ["cuda:0", "cuda:2"]
@@ -218,7 +260,11 @@ def test_gpus_of_other_runs_are_left_alone_until_they_end() -> None:
         assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]
         assert names("auto", nvml) == ["cuda:0", "cuda:2"]
         assert "found 2 of 3" in refusal("auto:3", nvml)
-        assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]  # a refusal keeps nothing
+        assert [is_locked(nvml, index) for index in range(3)] == [
+            False,
+            True,
+            False,
+        ]  # a refusal keeps nothing
         assert names("auto:3", nvml, share_gpus=True) == ["cuda:0", "cuda:1", "cuda:2"]
     assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
 
@@ -239,8 +285,12 @@ def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
 
 
 @needs_linux
-@pytest.mark.parametrize(("device_ids", "num_runs", "num_lucky"), [("auto:1", 8, 4), ("auto:3", 3, 1), ("auto", 3, 1)])
-def test_runs_started_at_once_by_two_users_share_no_gpu(device_ids: str, num_runs: int, num_lucky: int) -> None:
+@pytest.mark.parametrize(
+    ("device_ids", "num_runs", "num_lucky"), [("auto:1", 8, 4), ("auto:3", 3, 1), ("auto", 3, 1)]
+)
+def test_runs_started_at_once_by_two_users_share_no_gpu(
+    device_ids: str, num_runs: int, num_lucky: int
+) -> None:
     nvml = SimulatedNvml(9, 9, 9, 9)
 
     def take_lock_slowly(name: str) -> socket.socket | None:
@@ -269,9 +319,13 @@ def test_runs_started_at_once_by_two_users_share_no_gpu(device_ids: str, num_run
 
 
 @needs_linux
-def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def work(pipe: Connection) -> None:
-        while (chooser := take_lock("chooser")) is None:  # tests of other processes take it for milliseconds
+        while (
+            chooser := take_lock("chooser")
+        ) is None:  # tests of other processes take it for milliseconds
             time.sleep(0.001)
         pipe.send("chooses")
         with chooser:
@@ -281,7 +335,9 @@ def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(monkeyp
     nvml = SimulatedNvml(9)
     with child(work) as (pid, pipe):
         receive(pipe)
-        assert refusal("auto", nvml).startswith("device_ids: another run has been choosing for 0.3 s: is it suspended")
+        assert refusal("auto", nvml).startswith(
+            "device_ids: another run has been choosing for 0.3 s: is it suspended"
+        )
         monkeypatch.setattr(module, "CHOOSER_SECONDS", 20.0)
         os.kill(pid, signal.SIGCONT)
         assert names("auto", nvml) == ["cuda:0"]
@@ -334,19 +390,26 @@ def test_no_wait_for_what_cannot_come(capsys: pytest.CaptureFixture[str]) -> Non
 # GPUs that this torch cannot use
 
 
-def test_driver_that_is_too_old_for_torch_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_is_too_old_for_torch_is_told_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     nvml = SimulatedNvml(9, 9)
     assert names("auto", nvml) == ["cuda:0", "cuda:1"]
     nvml.driver_version = 12_020
     for device_ids in ("auto", "auto:2", [0]):
         message = refusal(device_ids, nvml)
-        assert "is built for CUDA 13.0, and this driver ends at CUDA 12" in message and message.count("\n") == 0
+        assert (
+            "is built for CUDA 13.0, and this driver ends at CUDA 12" in message
+            and message.count("\n") == 0
+        )
         same = torch.__version__.partition("+")[0]
         assert message.endswith(f"torch=={same} --index-url https://download.pytorch.org/whl/cu126")
 
 
-def test_driver_that_does_not_tell_its_version_is_no_reason_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_that_does_not_tell_its_version_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nvml = SimulatedNvml(9)
 
     def refuse() -> int:  # in a container that has the driver's tools, but not its CUDA library
@@ -356,9 +419,16 @@ def test_driver_that_does_not_tell_its_version_is_no_reason_to_stop(monkeypatch:
     assert find_gpus({}, nvml).problem.startswith("NVML: ")
 
 
-def test_old_card_beside_others_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_90 compute_90", raising=False)
-    nvml, problem = SimulatedNvml(9, 9, 9), "has compute capability 6.1, for which this torch has no kernels"
+def test_old_card_beside_others_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_90 compute_90", raising=False
+    )
+    nvml, problem = (
+        SimulatedNvml(9, 9, 9),
+        "has compute capability 6.1, for which this torch has no kernels",
+    )
     nvml.capabilities = {1: (6, 1), 2: (7, 5)}
     devices = take("auto", nvml)
     assert devices.names == ["cuda:0", "cuda:2"] and states(devices.notes)[1] == problem
@@ -367,7 +437,11 @@ def test_old_card_beside_others_is_left_out_with_its_reason(monkeypatch: pytest.
 
 def test_one_slice_of_a_gpu_is_one_device() -> None:
     mask = "MIG-1a2b,MIG-3c4d"  # CUDA shows the first alone
-    assert names("auto", SimulatedNvml(9, 9), mask) == names([0], SimulatedNvml(9, 9), mask) == ["cuda:0"]
+    assert (
+        names("auto", SimulatedNvml(9, 9), mask)
+        == names([0], SimulatedNvml(9, 9), mask)
+        == ["cuda:0"]
+    )
 
 
 def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

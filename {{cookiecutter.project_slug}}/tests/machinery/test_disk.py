@@ -25,19 +25,22 @@ def has_mounts() -> bool:
         return False
 
 
-needs_mounts = pytest.mark.skipif(not has_mounts(), reason="a file system of the test's own needs user namespaces")
+needs_mounts = pytest.mark.skipif(
+    not has_mounts(), reason="a file system of the test's own needs user namespaces"
+)
 
 
 def mounted(options: str, before: str = "true") -> list[str]:
     """Return a command that runs Python with runs/ on a file system of its own, and then copies runs/ to kept/."""
-    script = (
-        f'mkdir runs; mount -t tmpfs -o {options} tmpfs runs; {before}; "$0" "$@"; code=$?; cp -r runs kept; exit $code'
-    )
+    mount = f"mkdir runs; mount -t tmpfs -o {options} tmpfs runs; {before}"
+    script = f'{mount}; "$0" "$@"; code=$?; cp -r runs kept; exit $code'
     return [*UNSHARE, "sh", "-c", script, sys.executable]
 
 
 @needs_mounts
-def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(project: Project) -> None:
+def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(
+    project: Project,
+) -> None:
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=1", "checkpoint.every_epochs=null", "training.epochs=9",
              "logging.tracker=tensorboard")  # fmt: skip
     output = project.run(*words, command=mounted("size=300k"), code=1)
@@ -53,11 +56,15 @@ def test_full_disk_ends_the_run_in_one_line_and_leaves_the_last_checkpoint(proje
 
 @needs_mounts
 def test_disk_that_is_full_at_the_start_is_told(project: Project) -> None:
-    output = project.run(command=mounted("size=64k", "head -c 65536 /dev/zero > runs/full 2>&1"), code=1)
+    output = project.run(
+        command=mounted("size=64k", "head -c 65536 /dev/zero > runs/full 2>&1"), code=1
+    )
     assert "No space left on device" in output and output.count(") failed:\n") <= 1
 
 
-def test_file_in_the_place_of_the_checkpoints_is_told_and_no_new_run_begins(project: Project) -> None:
+def test_file_in_the_place_of_the_checkpoints_is_told_and_no_new_run_begins(
+    project: Project,
+) -> None:
     checkpoints = project.directory("run") / "checkpoints"
     checkpoints.parent.mkdir(parents=True)
     checkpoints.write_text("no folder", encoding="utf-8")
@@ -70,17 +77,26 @@ def test_checkpoints_that_are_away_are_no_new_run(project: Project) -> None:
     project.run("training.max_steps=5")
     checkpoints, before = project.directory("run") / "checkpoints", project.lines("run")
     away = checkpoints.rename(project.folder / "away")
-    checkpoints.symlink_to(project.folder / "a disk")  # somebody has put them on a disk that is away now
+    checkpoints.symlink_to(
+        project.folder / "a disk"
+    )  # somebody has put them on a disk that is away now
     output = project.run("device_ids=cpu,cpu", "training.max_steps=7", code=1)
-    assert "No such file or directory: 'runs/run/checkpoints'" in output and output.count(") failed:\n") == 1
+    assert (
+        "No such file or directory: 'runs/run/checkpoints'" in output
+        and output.count(") failed:\n") == 1
+    )
     assert project.lines("run") == before
     away.rename(project.folder / "a disk")
     assert "resuming after step 5" in project.run("device_ids=cpu,cpu", "training.max_steps=7")
 
 
 def test_file_that_grows_beyond_the_limit_is_told_in_one_line(project: Project) -> None:
-    output = project.run(command=["sh", "-c", 'ulimit -f 4; exec "$0" "$@"', sys.executable], code=1)
-    assert ".pt: File too large. The last checkpoint is whole" in output and "Traceback" not in output
+    output = project.run(
+        command=["sh", "-c", 'ulimit -f 4; exec "$0" "$@"', sys.executable], code=1
+    )
+    assert (
+        ".pt: File too large. The last checkpoint is whole" in output and "Traceback" not in output
+    )
 
 
 @needs_mounts
@@ -90,14 +106,20 @@ def test_disk_that_cannot_be_written_to_is_told(project: Project) -> None:
 
 
 @needs_mounts
-def test_run_whose_disk_has_become_read_only_is_left_as_it_is_and_goes_on_later(project: Project) -> None:
+def test_run_whose_disk_has_become_read_only_is_left_as_it_is_and_goes_on_later(
+    project: Project,
+) -> None:
     project.run("name=undisturbed")
     project.rewind("undisturbed", 14, "run")
-    files = {path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()}
+    files = {
+        path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()
+    }
     script = 'mount --bind runs runs; mount -o remount,bind,ro runs; exec "$0" "$@"'
     output = project.run(command=[*UNSHARE, "sh", "-c", script, sys.executable], code=1)
     assert "Read-only file system" in output
-    assert {path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()} == files
+    assert {
+        path: path.read_bytes() for path in project.directory("run").rglob("*") if path.is_file()
+    } == files
     project.run()
     assert project.lines("run") == project.lines("undisturbed")
 

@@ -54,7 +54,11 @@ def in_a_shell(lines: str) -> list[str]:
 
 
 def line_of(check: str, output: str) -> str:
-    (line,) = (line for line in output.splitlines() if line.partition(" ")[2].strip().startswith(f"{check}: "))
+    (line,) = (
+        line
+        for line in output.splitlines()
+        if line.partition(" ")[2].strip().startswith(f"{check}: ")
+    )
     return line
 
 
@@ -66,7 +70,11 @@ def test_sound_machine_passes_in_json_and_nothing_is_left(project: Project) -> N
     assert code == 0 and "broken" not in [finding.status for finding in found]
     assert [finding.check for finding in found if "GPU" not in finding.check] == NAMES[:-1]
     details = {finding.check: finding.detail for finding in found}
-    assert details["devices"] == "cpu" and details["gloo"].endswith("cpu, cpu works") and "GiB free" in details["disk"]
+    assert (
+        details["devices"] == "cpu"
+        and details["gloo"].endswith("cpu, cpu works")
+        and "GiB free" in details["disk"]
+    )
     assert all(bool(finding.remedy) == (finding.status != "ok") for finding in found)
     assert sorted(path for path in project.folder.iterdir() if path.name != "__pycache__") == before
 
@@ -76,23 +84,37 @@ def test_faults_of_environment_and_limits_are_named(project: Project) -> None:
     (project.folder / "pyproject.toml").write_text(text, encoding="utf-8")
     (project.folder / "runs").write_text("a file", encoding="utf-8")
     variables = {"GLOO_SOCKET_IFNAME": "nosuch0", "CUDA_VISIBLE_DEVICES": ""}
-    code, output, errors = consult(project, "device_ids=0", command=in_a_shell("ulimit -Sn 200"), **variables)
+    code, output, errors = consult(
+        project, "device_ids=0", command=in_a_shell("ulimit -Sn 200"), **variables
+    )
     assert code == 1
     versions = line_of("versions", output)
     assert ", >=99.2.8 wanted" in versions and versions.endswith(
         ". Type: python -m pip install -c constraints.txt -e ."
     )
-    assert "Not a directory" in line_of("disk", output) and "Make room, or let runs be" in line_of("disk", output)
-    assert "failed, see the traceback. A firewall?" in line_of("gloo", output) and "GLOO_SOCKET_IFNAME" in output
+    assert "Not a directory" in line_of("disk", output) and "Make room, or let runs be" in line_of(
+        "disk", output
+    )
+    assert (
+        "failed, see the traceback. A firewall?" in line_of("gloo", output)
+        and "GLOO_SOCKET_IFNAME" in output
+    )
     assert ", cpu) failed:\nTraceback" in errors and "Unable to find address for: nosuch0" in errors
-    assert line_of("devices", output).startswith("broken   devices: device_ids=[0]: GPU 0 does not exist; ")
+    assert line_of("devices", output).startswith(
+        "broken   devices: device_ids=[0]: GPU 0 does not exist; "
+    )
     assert "Set device_ids=cpu" in line_of("devices", output)
-    assert line_of("open files", output).startswith("broken   open files: at most 200. Type: ulimit -n 4096")
-    assert output.count("\nbroken  ") + output.startswith("broken") == 5 and output.endswith(", 5 broken\n")
+    assert line_of("open files", output).startswith(
+        "broken   open files: at most 200. Type: ulimit -n 4096"
+    )
+    assert output.count("\nbroken  ") + output.startswith("broken") == 5 and output.endswith(
+        ", 5 broken\n"
+    )
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or subprocess.run([*UNSHARED, "true"], capture_output=True, check=False).returncode != 0,
+    sys.platform != "linux"
+    or subprocess.run([*UNSHARED, "true"], capture_output=True, check=False).returncode != 0,
     reason="namespaces are not allowed here",
 )
 def test_faults_of_host_and_config_are_named(project: Project) -> None:
@@ -101,31 +123,47 @@ def test_faults_of_host_and_config_are_named(project: Project) -> None:
         mount -t tmpfs -o size=1m none runs
         head -c 1048576 /dev/zero > runs/full
         mount -t tmpfs -o size=1m none /dev/shm"""
-    code, output, _ = consult(project, "training.epoch=3", command=[*UNSHARED, *in_a_shell(planted)])
+    code, output, _ = consult(
+        project, "training.epoch=3", command=[*UNSHARED, *in_a_shell(planted)]
+    )
     assert code == 1
-    assert line_of("config", output).startswith("broken   config: training.epoch=3: there is no such key")
+    assert line_of("config", output).startswith(
+        "broken   config: training.epoch=3: there is no such key"
+    )
     assert line_of("config", output).endswith(". Did you mean training.epochs=3?")
     assert "No space left on device. Make room" in line_of("disk", output)
-    assert line_of("shared memory", output).startswith("broken   shared memory: /dev/shm has 0.00 of 0.00 GiB free.")
+    assert line_of("shared memory", output).startswith(
+        "broken   shared memory: /dev/shm has 0.00 of 0.00 GiB free."
+    )
     assert "--shm-size" in line_of("shared memory", output)
     assert line_of("driver", output)  # a broken config does not hide the machine
     assert output.endswith(", 3 broken\n")
 
 
-def test_hanging_check_is_named_in_time_and_the_checks_before_it_have_answered(project: Project) -> None:
+def test_hanging_check_is_named_in_time_and_the_checks_before_it_have_answered(
+    project: Project,
+) -> None:
     # In torch's place. PyDLL keeps Python's lock: no thread of that process runs any more.
-    (project.folder / "torch.py").write_text("import ctypes\nctypes.PyDLL(None).sleep(1000)\n", encoding="utf-8")
+    (project.folder / "torch.py").write_text(
+        "import ctypes\nctypes.PyDLL(None).sleep(1000)\n", encoding="utf-8"
+    )
     project.edit("commands/doctor/__init__.py", "SECONDS = 26.0", "SECONDS = 4.0")
     started_at = time.monotonic()
     code, output, _ = consult(project)
-    assert time.monotonic() - started_at < 4 + 4  # Python's start and end; 26 + 4 is the promised 30
+    assert (
+        time.monotonic() - started_at < 4 + 4
+    )  # Python's start and end; 26 + 4 is the promised 30
     assert code == 1
     assert line_of("torch", output).startswith("broken   torch: no answer within 4 s")
     assert all(line_of(name, output) for name in NAMES[: NAMES.index("torch")])
 
 
-def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(project: Project) -> None:
-    (project.folder / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')", encoding="utf-8")
+def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(
+    project: Project,
+) -> None:
+    (project.folder / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: no such file')", encoding="utf-8"
+    )
     code, output, _ = consult(project)
     assert code == 1
     assert "ImportError: libcudart.so.13: no such file. " in line_of("torch", output)
@@ -141,14 +179,18 @@ def find(check: str, nvml: Any) -> list[Finding]:
     return list(find_all(Machine(CommandLine(ROOT / "config.yaml"), nvml, config)))
 
 
-def test_torch_without_cuda_is_named_and_the_memory_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_named_and_the_memory_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvml = SimulatedNvml(39.0, 1.0)
     driver, first, second = find("driver", nvml)
     assert driver.status == "broken" and "torch sees 0" in driver.detail
     assert "python -m pip install --force-reinstall torch" in driver.remedy
-    assert first.check == "GPU 0" and first.status == "ok" and "39.0 of 40.0 GiB free" in first.detail
+    assert (
+        first.check == "GPU 0" and first.status == "ok" and "39.0 of 40.0 GiB free" in first.detail
+    )
     assert second.check == "GPU 1" and " 1.0 of 40.0 GiB free" in second.detail
 
 
@@ -161,7 +203,10 @@ def test_lost_hidden_and_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     nvml = SimulatedNvml(39.0, 39.0)
     nvml.capabilities = {1: (6, 1)}
     _, first, second = find("driver", nvml)
-    assert (first.status, second.status) == ("ok", "warning") and "compute capability 6.1" in second.detail
+    assert (first.status, second.status) == (
+        "ok",
+        "warning",
+    ) and "compute capability 6.1" in second.detail
     driver, *gpus = find("driver", SimulatedNvml(39.0, 39.0, broken=1))
     assert driver.status == "broken" and "GPU 1: GPU is lost" in driver.detail and len(gpus) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -174,7 +219,10 @@ def test_devices_of_a_run_are_those_that_it_would_take(monkeypatch: pytest.Monke
     (devices,) = find("devices", SimulatedNvml(1.0, 39.0))
     assert devices.status == "ok" and devices.detail == "GPU 1 is cuda:1"
     (devices,) = find("devices", SimulatedNvml(1.0, 1.0))
-    assert devices.status == "warning" and "no GPU can be taken: computing on the CPU" in devices.detail
+    assert (
+        devices.status == "warning"
+        and "no GPU can be taken: computing on the CPU" in devices.detail
+    )
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
     (devices,) = find("devices", None)
     assert devices.status == "ok" and devices.detail == "mps"
@@ -186,7 +234,9 @@ def test_gpu_that_fails_is_named_with_its_rank(capfd: pytest.CaptureFixture[str]
     for gpus in (["cuda:98"], ["cuda:98", "cuda:99"]):  # one runs in this process
         (found,) = find_all(Machine(CommandLine(ROOT / "config.yaml"), config=config, gpus=gpus))
         assert found.status == "broken" and f"over {', '.join(gpus)} failed" in found.detail
-        assert re.search(rf"rank \d \(.*, ({'|'.join(gpus)})\) failed:\nTraceback", capfd.readouterr().err)
+        assert re.search(
+            rf"rank \d \(.*, ({'|'.join(gpus)})\) failed:\nTraceback", capfd.readouterr().err
+        )
 
 
 def test_ranks_that_hang_are_told_at_the_deadline_and_ended(project: Project) -> None:

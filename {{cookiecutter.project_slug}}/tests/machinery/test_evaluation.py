@@ -20,12 +20,19 @@ def test_evaluation_is_exact_on_any_number_of_ranks(project: Project) -> None:
     project.run("device_ids=cpu,cpu", "evaluation.micro_batch_size=5")
     trained = project.lines("run", "validation")[-1]
     # 37 samples: 12 or 13 a rank, in micro-batches of 4: the ranks' last ones are uneven.
-    project.run("evaluate", "device_ids=cpu,cpu,cpu", "evaluation.checkpoint=last", "evaluation.micro_batch_size=4")
+    project.run(
+        "evaluate",
+        "device_ids=cpu,cpu,cpu",
+        "evaluation.checkpoint=last",
+        "evaluation.micro_batch_size=4",
+    )
     results = [project.json("run", "evaluation.json")]
     project.run("evaluate", "evaluation.checkpoint=last", "evaluation.micro_batch_size=6")
     results.append(project.json("run", "evaluation.json"))
     for result in results:
-        assert result["num_samples"] == 37 and result["split"] == "validation" and result["step"] == 21
+        assert (
+            result["num_samples"] == 37 and result["split"] == "validation" and result["step"] == 21
+        )
         # Means of float32 micro-batches differ in the last bits; one sample too many would show in the third digit.
         assert result["loss"] == pytest.approx(trained["loss"], rel=1e-6)
         assert result["absolute_error"] == pytest.approx(trained["absolute_error"], rel=1e-6)
@@ -79,14 +86,23 @@ def test_metrics_that_keep_lists_are_exact_where_ranks_are_uneven(project: Proje
 
 def update_metrics("""
     project.edit("model.py", old, OTHER_METRICS)
-    metric = ["evaluation.metric=rouge1_fmeasure", "evaluation.mode=max", "evaluation.micro_batch_size=3"]
+    metric = [
+        "evaluation.metric=rouge1_fmeasure",
+        "evaluation.mode=max",
+        "evaluation.micro_batch_size=3",
+    ]
     project.run(*metric)
     names = {"rouge1_fmeasure", "rouge1_precision", "rougeL_recall", "rank", "loss"}
     assert names <= project.lines("run", "validation")[-1].keys()
     for num_validation in (37, 2):  # 12, 12 and 13 samples; 0, 1 and 1
         results = []
         for devices in ("cpu", "cpu,cpu,cpu"):
-            project.run("evaluate", *metric, f"data.num_validation={num_validation}", f"device_ids={devices}")
+            project.run(
+                "evaluate",
+                *metric,
+                f"data.num_validation={num_validation}",
+                f"device_ids={devices}",
+            )
             results.append(project.json("run", "evaluation.json"))
             report = project.json("run", "reports/validation_best.json")
             assert sum(map(sum, report["confusion_matrix"])) == num_validation
@@ -94,12 +110,19 @@ def update_metrics("""
         # Micro-batches of other sizes: float32 sums in another order. A lost sample shows in the second digit.
         alone, together = results
         assert together.pop("report") == alone.pop("report")
-        assert {key: value for key, value in together.items() if isinstance(value, float)} == pytest.approx(
+        assert {
+            key: value for key, value in together.items() if isinstance(value, float)
+        } == pytest.approx(
             {key: value for key, value in alone.items() if isinstance(value, float)}, rel=1e-5
         )
     for unknown in ("rouge", "confusion_matrix"):
-        refused = project.run("name=new", f"evaluation.metric={unknown}", "evaluation.mode=max", code=2)
-        assert "not among the numbers that an evaluation gives (loss, " in refused and "rouge1_fmeasure" in refused
+        refused = project.run(
+            "name=new", f"evaluation.metric={unknown}", "evaluation.mode=max", code=2
+        )
+        assert (
+            "not among the numbers that an evaluation gives (loss, " in refused
+            and "rouge1_fmeasure" in refused
+        )
 
 
 CONFUSION = """
@@ -123,7 +146,9 @@ def test_best_evaluation_of_a_run_is_reported_by_class(project: Project) -> None
     report = project.json("run", "reports/validation_best.json")
     step = project.json("run", "summary.json")["best"]["step"]
     assert report["title"] == f"validation, checkpoint best (step {step})"
-    assert report["label_names"] == ["低", "high"] and sum(map(sum, report["confusion_matrix"])) == 37
+    assert (
+        report["label_names"] == ["低", "high"] and sum(map(sum, report["confusion_matrix"])) == 37
+    )
     printed = project.run("evaluate")
     assert project.json("run", "reports/validation_best.json") == report
     assert class_table(project.directory("run") / "reports" / "validation_best.json") in printed
@@ -131,39 +156,62 @@ def test_best_evaluation_of_a_run_is_reported_by_class(project: Project) -> None
 
 def test_other_data_than_the_runs_is_told(project: Project) -> None:
     project.run("training.max_steps=2")
-    told = project.run("evaluate", "training.max_steps=2", "data.num_validation=20", "evaluation.checkpoint=last")
-    assert "trained with other values: data.num_validation: 37 -> 20. It may have seen samples" in told
+    told = project.run(
+        "evaluate", "training.max_steps=2", "data.num_validation=20", "evaluation.checkpoint=last"
+    )
+    assert (
+        "trained with other values: data.num_validation: 37 -> 20. It may have seen samples" in told
+    )
     told = project.run("evaluate", "evaluation.checkpoint=last")
     assert "may have seen" not in told
 
 
 def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
     output = project.run("evaluation.metric=absolute_error", "evaluation.mode=max", code=2)
-    assert "error: evaluation.mode=max" in output and "Set evaluation.mode=min" in output and "Traceback" not in output
+    assert (
+        "error: evaluation.mode=max" in output
+        and "Set evaluation.mode=min" in output
+        and "Traceback" not in output
+    )
 
 
-def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(project: Project) -> None:
+def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(
+    project: Project,
+) -> None:
     shown = "    if not module.training:\n        print(len(batch.inputs), 'samples at once')\n    errors = ("
     project.edit("model.py", "    errors = (", shown)
-    words = ("device_ids=cpu,cpu", "training.max_steps=2", "model.fault=memory_probe")  # 2 samples fit on rank 1
+    words = (
+        "device_ids=cpu,cpu",
+        "training.max_steps=2",
+        "model.fault=memory_probe",
+    )  # 2 samples fit on rank 1
     for size, largest in (("auto", 2), ("5", 5)):
         project.run(f"name={size}", f"evaluation.micro_batch_size={size}", *words)
         for rank in range(2):
-            log = (project.directory(size) / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+            log = (project.directory(size) / "logs" / f"rank_{rank}.log").read_text(
+                encoding="utf-8"
+            )
             assert max(map(int, re.findall(r"(\d+) samples at once", log))) == largest
         (line,) = project.lines(size, "validation")
         assert line["num_samples"] == 37
 
 
 def test_evaluate_settles_the_precision_over_the_ranks_as_training_does(project: Project) -> None:
-    project.edit("strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0')  # as if CPUs were GPUs
+    project.edit(
+        "strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0'
+    )  # as if CPUs were GPUs
     words = ("device_ids=cpu,cpu", "training.precision=auto", "training.epochs=1")
     project.run(*words)
     loss = project.lines("run", "validation")[-1]["loss"]
     project.run("evaluate", "--config", "config.yaml", *words, "evaluation.checkpoint=last")
     assert project.json("run", "evaluation.json")["loss"] == pytest.approx(loss, rel=1e-6)
     project.run(
-        "evaluate", "--config", "config.yaml", *words[:1], "training.precision=fp32", "evaluation.checkpoint=last"
+        "evaluate",
+        "--config",
+        "config.yaml",
+        *words[:1],
+        "training.precision=fp32",
+        "evaluation.checkpoint=last",
     )
     assert project.json("run", "evaluation.json")["loss"] != pytest.approx(loss, rel=1e-6)
 
@@ -172,7 +220,9 @@ def test_metric_that_is_no_number_is_never_the_best(project: Project) -> None:
     """Row 14 of the public cases: nobody was told why there is no best.pt."""
     project.edit("model.py", "metrics.update(outputs,", "metrics.update(outputs * float('nan'),")
     output = project.run("evaluation.metric=absolute_error")
-    assert output.count("warning: evaluation.metric=absolute_error is nan, so no best.pt is kept") == 3
+    assert (
+        output.count("warning: evaluation.metric=absolute_error is nan, so no best.pt is kept") == 3
+    )
     assert project.json("run", "summary.json")["best"] is None
     values = [line["absolute_error"] for line in project.lines("run", "validation")]
     assert len(values) == 3 and all(math.isnan(float(value)) for value in values)
@@ -184,4 +234,7 @@ def test_checkpoint_is_named_by_any_path(project: Project) -> None:
     shutil.copy(project.directory("run") / "checkpoints" / "best.pt", project.folder / "copy.v2.pt")
     project.run("evaluate", "evaluation.checkpoint=copy.v2.pt")
     assert "key=value only" in project.run("evaluate", "copy.v2.pt", code=2)
-    assert project.json("run", "evaluation.json")["loss"] == project.lines("run", "validation")[-1]["loss"]
+    assert (
+        project.json("run", "evaluation.json")["loss"]
+        == project.lines("run", "validation")[-1]["loss"]
+    )

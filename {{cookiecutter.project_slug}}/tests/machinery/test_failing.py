@@ -26,12 +26,23 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
-def test_twenty_kills_at_random_moments_end_within_seconds_and_leave_no_process(project: Project) -> None:
-    words = ("device_ids=cpu,cpu", "loader.num_workers=1", "model.seconds_per_step=0.01", "training.epochs=40")
-    project.run(*words, "training.max_steps=1", "name=first")  # the session and its fork server are there now
+def test_twenty_kills_at_random_moments_end_within_seconds_and_leave_no_process(
+    project: Project,
+) -> None:
+    words = (
+        "device_ids=cpu,cpu",
+        "loader.num_workers=1",
+        "model.seconds_per_step=0.01",
+        "training.epochs=40",
+    )
+    project.run(
+        *words, "training.max_steps=1", "name=first"
+    )  # the session and its fork server are there now
     idle, choose, killed = descendants(project.session.pid), random.Random(7), []
 
-    def living_ranks() -> list[int]:  # not their loader workers: one that has nothing left to do may die unnoticed
+    def living_ranks() -> list[
+        int
+    ]:  # not their loader workers: one that has nothing left to do may die unnoticed
         return sorted({rank for server in idle for rank in children(server)} - idle)
 
     def kill() -> None:
@@ -58,30 +69,48 @@ def test_twenty_kills_at_random_moments_end_within_seconds_and_leave_no_process(
 def test_hang_is_found_and_the_logs_have_the_stacks_of_all_ranks(project: Project) -> None:
     words = ("device_ids=cpu,cpu", "launch.timeout_minutes=0.05")
     output = project.run(*words, "model.fault=hang", code=1)
-    assert output.count("no progress for launch.timeout_minutes=0.05") == 1 and "logs/rank_*.log" in output
-    logs = [(project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert (
+        output.count("no progress for launch.timeout_minutes=0.05") == 1
+        and "logs/rank_*.log" in output
+    )
+    logs = [
+        (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        for rank in (0, 1)
+    ]
     assert all("Current thread" in log or "Thread 0x" in log for log in logs)
     assert "in compute_loss" not in logs[0] and "in compute_loss" in logs[1], "where rank 1 hangs"
 
 
 def test_rank_that_does_not_even_answer_ends_all(project: Project) -> None:
-    output = project.run("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=freeze", code=1)
+    output = project.run(
+        "device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=freeze", code=1
+    )
     assert "no progress for launch.timeout_minutes=0.05" in output
 
 
 def test_launchers_console_tells_of_a_hang(project: Project) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = ("device_ids=cpu,cpu", "launch.timeout_minutes=0.05", "model.fault=hang", "model.fault_rank=0")
+    words = (
+        "device_ids=cpu,cpu",
+        "launch.timeout_minutes=0.05",
+        "model.fault=hang",
+        "model.fault_rank=0",
+    )
     output = project.run(*words, command=torchrun, code=1)
     assert output.count("no progress for launch.timeout_minutes=0.05") == 1
 
 
-def test_killed_launching_process_takes_a_rank_along_that_python_cannot_end(project: Project) -> None:
+def test_killed_launching_process_takes_a_rank_along_that_python_cannot_end(
+    project: Project,
+) -> None:
     words = ("device_ids=cpu,cpu", "model.fault=clutch", "launch.timeout_minutes=5")
     process = project.start(*words)
     log = project.directory("run") / "logs" / "rank_1.log"
     deadline = time.monotonic() + 60
-    while not (log.exists() and "clutched" in log.read_text(encoding="utf-8")) and time.monotonic() < deadline:
+    while (
+        not (log.exists() and "clutched" in log.read_text(encoding="utf-8"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     family = descendants(process.pid)
     assert process.poll() is None, process.communicate()
@@ -96,7 +125,10 @@ def test_killed_launching_process_takes_a_rank_along_that_python_cannot_end(proj
 def test_killed_fork_server_ends_the_run(project: Project) -> None:
     process = project.start("device_ids=cpu,cpu", "model.fault=hang")
     deadline = time.monotonic() + 60
-    while not project.directory("run").joinpath("metrics.jsonl").exists() and time.monotonic() < deadline:
+    while (
+        not project.directory("run").joinpath("metrics.jsonl").exists()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     (server,) = (pid for pid in children(process.pid) if children(pid))
     os.kill(server, signal.SIGKILL)
@@ -140,7 +172,9 @@ def test_stray_exit_in_user_code_is_a_failure(project: Project, fault: str, word
     output = project.run("device_ids=cpu,cpu", f"model.fault={fault}", code=1)
     assert words in output and output.count(") failed:\n") == 1
     if fault != "vanish":
-        assert words in project.run("name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1)
+        assert words in project.run(
+            "name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1
+        )
     for name in ("run", "alone")[: 1 + (fault != "vanish")]:
         assert not (project.directory(name) / "summary.json").exists()
 
@@ -148,7 +182,9 @@ def test_stray_exit_in_user_code_is_a_failure(project: Project, fault: str, word
 def test_last_words_of_a_rank_that_aborts_reach_the_console(project: Project) -> None:
     log = project.directory("run") / "logs" / "rank_1.log"
     log.parent.mkdir(parents=True)
-    log.write_text("2026-01-01 host=a pid=1\nan older reason\nFatal Python error: Aborted\n", encoding="utf-8")
+    log.write_text(
+        "2026-01-01 host=a pid=1\nan older reason\nFatal Python error: Aborted\n", encoding="utf-8"
+    )
     output = project.run("device_ids=cpu,cpu", "model.fault=abort", code=1)
     assert "an older reason" not in output
     assert "killed by SIGABRT; see runs/run/logs/rank_1.log, which ends with:" in output
@@ -160,7 +196,11 @@ def test_traceback_of_a_rank_that_aborts_right_after_it_is_told() -> None:
     store = dist.HashStore()
     store.set(FAILURE, json.dumps(Failure(1, 1, "its traceback")))
     told = _find_failure([1, -signal.SIGABRT], store)
-    assert told is not None and (told.rank, told.text, told.is_silent) == (1, "its traceback", False)
+    assert told is not None and (told.rank, told.text, told.is_silent) == (
+        1,
+        "its traceback",
+        False,
+    )
     both = _find_failure([-signal.SIGABRT, -signal.SIGABRT], store)
     assert both is not None and both.text == "its traceback"
     for code in (1, -signal.SIGABRT):  # it lost its connection

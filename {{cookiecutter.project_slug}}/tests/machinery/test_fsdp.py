@@ -21,7 +21,12 @@ from template_package.strategies.fsdp import SENDS_ZEROS, FullyShardedStrategy
 from conftest import PACKAGE, Project
 from test_resuming import assert_equal
 
-WORDS = ["device_ids=cpu,cpu", "training.epochs=1", "training.micro_batch_size=4", "training.max_gradient_norm=0.5"]
+WORDS = [
+    "device_ids=cpu,cpu",
+    "training.epochs=1",
+    "training.micro_batch_size=4",
+    "training.max_gradient_norm=0.5",
+]
 SAME = 1e-5  # seven steps of sums in another order
 
 
@@ -43,7 +48,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(30, 8)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        )
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 30)
         self.head.weight = self.embedding.weight
@@ -61,7 +68,9 @@ def test_rank_holds_a_part_of_each_weight(context: RankContext) -> None:
         first = -(-whole[name][0] // 3)
         assert part.to_local().shape == (min(first, whole[name][0] - first), *whole[name][1:])
     assert model.head.weight is model.embedding.weight, "a tied weight stays one"
-    units = [name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")]
+    units = [
+        name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")
+    ]
     assert units == ["", "layers.0", "layers.1"]
 
 
@@ -108,7 +117,9 @@ def build_model("""
 
 def test_losses_are_those_of_ddp_within_what_16_bits_allow(project: Project) -> None:
     project.edit("model.py", "def build_model(", TRANSFORMER.lstrip())
-    project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
+    project.edit(
+        "model.py", "model.config, model", "model = Transformer()\n    model.config, model"
+    )
     options = {
         "bf16": ["training.precision=bf16"],
         "fp16": ["training.precision=fp16"],
@@ -116,14 +127,20 @@ def test_losses_are_those_of_ddp_within_what_16_bits_allow(project: Project) -> 
         "again": ["training.precision=bf16", "training.activation_checkpointing=true"],
     }
     words = [*WORDS, "checkpoint.every_steps=4", "training.max_gradient_norm=null"]
-    cases = {f"{s}-{name}": [f"strategy={s}", *words, *options[name]] for s in ("ddp", "fsdp") for name in options}
+    cases = {
+        f"{s}-{name}": [f"strategy={s}", *words, *options[name]]
+        for s in ("ddp", "fsdp")
+        for name in options
+    }
     del cases["ddp-gathered"]
     project.run_many(cases)
     for name in options:
         reference = f"ddp-{name}" if f"ddp-{name}" in cases else "ddp-bf16"
         # Embeddings and parameters of the block's own are rounded to 16 bits; under ddp autocast reads them in fp32.
         for split, count in (("train", 7), ("validation", 1)):
-            losses, expected = ([x["loss"] for x in project.lines(of, split)] for of in (f"fsdp-{name}", reference))
+            losses, expected = (
+                [x["loss"] for x in project.lines(of, split)] for of in (f"fsdp-{name}", reference)
+            )
             assert losses == pytest.approx(expected, rel=5e-3) and len(losses) == count, name
     project.rewind("fsdp-bf16", 4, "resumed")
     project.run("name=resumed", *cases["fsdp-bf16"])
@@ -132,26 +149,40 @@ def test_losses_are_those_of_ddp_within_what_16_bits_allow(project: Project) -> 
 
 
 def test_rank_without_a_part_of_a_weight_computes_all_the_same(project: Project) -> None:
-    words = ["device_ids=cpu,cpu,cpu", *WORDS[1:], "checkpoint.every_steps=4"]  # the last weight has two rows
+    words = [
+        "device_ids=cpu,cpu,cpu",
+        *WORDS[1:],
+        "checkpoint.every_steps=4",
+    ]  # the last weight has two rows
     project.run_many({"ddp": words, "fsdp": ["strategy=fsdp", *words]})
     for split in ("train", "validation"):
-        losses, expected = ([line["loss"] for line in project.lines(name, split)] for name in ("fsdp", "ddp"))
+        losses, expected = (
+            [line["loss"] for line in project.lines(name, split)] for name in ("fsdp", "ddp")
+        )
         assert losses == pytest.approx(expected, rel=SAME)
     project.rewind("fsdp", 4, "resumed")
     project.run("name=resumed", "strategy=fsdp", *words)
     assert project.lines("resumed") == project.lines("fsdp")
-    assert assert_equal(project.checkpoint("resumed", 7), project.checkpoint("fsdp", 7)) >= 6 + 3 * 6
+    assert (
+        assert_equal(project.checkpoint("resumed", 7), project.checkpoint("fsdp", 7)) >= 6 + 3 * 6
+    )
 
 
 def test_one_rank_may_offload_too(project: Project) -> None:
     words = ["device_ids=cpu", *WORDS[1:]]
-    project.run_many({"plain": words, "offload": ["strategy=fsdp", "fsdp.cpu_offload=true", *words]})
+    project.run_many(
+        {"plain": words, "offload": ["strategy=fsdp", "fsdp.cpu_offload=true", *words]}
+    )
     assert project.lines("offload") == project.lines("plain")
 
 
-def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(project: Project) -> None:
+def test_gradient_that_is_no_number_on_one_rank_ends_all_before_it_is_saved(
+    project: Project,
+) -> None:
     output = project.run("strategy=fsdp", "device_ids=cpu,cpu", "data.nan_index=17", code=1)
-    assert "is not finite" in output and output.count(") failed:\n") == 1 and "Traceback" not in output
+    assert (
+        "is not finite" in output and output.count(") failed:\n") == 1 and "Traceback" not in output
+    )
 
 
 def test_parameter_without_gradient_is_named(project: Project) -> None:
@@ -180,24 +211,39 @@ def build_model('''
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_ranks_whose_losses_need_different_weights_train_or_are_refused(project: Project, is_old: bool) -> None:
+def test_ranks_whose_losses_need_different_weights_train_or_are_refused(
+    project: Project, is_old: bool
+) -> None:
     """Before torch 2.13, FSDP adds up what ranks send, and these gradients of two layers have the same shape."""
     if not is_old and not SENDS_ZEROS:
         pytest.skip("this torch cannot train it")
     project.edit("model.py", "def build_model(", EXPERTS.lstrip())
-    project.edit("model.py", "model.config, model", "model = nn.Sequential(Experts())\n    model.config, model")
+    project.edit(
+        "model.py",
+        "model.config, model",
+        "model = nn.Sequential(Experts())\n    model.config, model",
+    )
     if is_old:
-        project.edit("strategies/fsdp.py", 'hasattr(FSDPModule, "set_reduce_scatter_unused_params")', "False")
-    output = project.run("strategy=fsdp", *WORDS, "evaluation.every_epochs=null", code=2 if is_old else 0)
+        project.edit(
+            "strategies/fsdp.py", 'hasattr(FSDPModule, "set_reduce_scatter_unused_params")', "False"
+        )
+    output = project.run(
+        "strategy=fsdp", *WORDS, "evaluation.every_epochs=null", code=2 if is_old else 0
+    )
     assert ("got no gradient" in output) == is_old and "Traceback" not in output
 
 
 @pytest.mark.slow
 def test_compiled_model_computes_the_same(project: Project) -> None:
     project.run_many(
-        {"plain": ["strategy=fsdp", *WORDS], "compiled": ["strategy=fsdp", *WORDS, "training.compile=true"]}
+        {
+            "plain": ["strategy=fsdp", *WORDS],
+            "compiled": ["strategy=fsdp", *WORDS, "training.compile=true"],
+        }
     )
-    plain, compiled = ([line["loss"] for line in project.lines(name)] for name in ("plain", "compiled"))
+    plain, compiled = (
+        [line["loss"] for line in project.lines(name)] for name in ("plain", "compiled")
+    )
     assert compiled == pytest.approx(plain, rel=SAME)
 
 
@@ -240,11 +286,17 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def test_no_rank_keeps_whole_weights_or_gradients(project: Project, precision: str) -> None:
     """No whole weight lives between forward and backward, and no whole gradient between two micro-batches."""
     # Widths of which half is no width of another weight: parts do not look like whole ones.
-    project.edit("model.py", "def build_model(", TRANSFORMER.lstrip().replace("16", "20").replace("32", "44"))
-    project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
+    project.edit(
+        "model.py", "def build_model(", TRANSFORMER.lstrip().replace("16", "20").replace("32", "44")
+    )
+    project.edit(
+        "model.py", "model.config, model", "model = Transformer()\n    model.config, model"
+    )
     path = project.folder / PACKAGE / "model.py"
     path.write_text(path.read_text("utf-8") + MEASURED, encoding="utf-8")
-    project.run("strategy=fsdp", "device_ids=cpu,cpu", f"training.precision={precision}", *WORDS[1:])
+    project.run(
+        "strategy=fsdp", "device_ids=cpu,cpu", f"training.precision={precision}", *WORDS[1:]
+    )
     for rank in range(2):
         log = (project.directory("run") / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
         found = re.findall(r"whole weights (\S+), whole gradients (\S+)", log)

@@ -24,19 +24,25 @@ from test_resuming import assert_equal
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 limit = pytest.mark.timeout
 ONE, SHARED = ("device_ids=0",), ("device_ids=[0,0]", "launch.backend=gloo")
-BETWEEN_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: NCCL wants one for each rank")
+BETWEEN_TWO = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="one GPU: NCCL wants one for each rank"
+)
 TWO = pytest.param(("device_ids=[0,1]",), marks=BETWEEN_TWO, id="nccl")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 FP32 = ("training.precision=fp32", "training.tf32=false")
 
 
-def run(project: Project, *words: str, code: int = 0, command: tuple[str, ...] = (sys.executable,)) -> str:
+def run(
+    project: Project, *words: str, code: int = 0, command: tuple[str, ...] = (sys.executable,)
+) -> str:
     """Run run.py in a new process, so that no process of an earlier test holds the GPU."""
     return project.run(*words, code=code, command=command)
 
 
 def losses(project: Project, name: str) -> list[float]:
-    return [line["loss"] for split in ("train", "validation") for line in project.lines(name, split)]
+    return [
+        line["loss"] for split in ("train", "validation") for line in project.lines(name, split)
+    ]
 
 
 def wait_for_steps(project: Project, name: str, number: int = 1) -> None:
@@ -54,12 +60,18 @@ def test_auto_takes_the_gpu(project: Project) -> None:
 
 
 @limit(180)  # compiling takes half a minute
-@pytest.mark.parametrize("option", ["training.precision=bf16", "training.precision=fp16", "training.compile=true"])
+@pytest.mark.parametrize(
+    "option", ["training.precision=bf16", "training.precision=fp16", "training.compile=true"]
+)
 @pytest.mark.parametrize("devices", [ONE, SHARED, TWO])
-def test_options_change_the_losses_by_rounding_alone(project: Project, option: str, devices: tuple[str, ...]) -> None:
+def test_options_change_the_losses_by_rounding_alone(
+    project: Project, option: str, devices: tuple[str, ...]
+) -> None:
     project.run("name=plain", "device_ids=cpu")
     run(project, "name=option", *devices, option)
-    assert losses(project, "option") == pytest.approx(losses(project, "plain"), rel=0.15)  # 21 steps amplify rounding
+    assert losses(project, "option") == pytest.approx(
+        losses(project, "plain"), rel=0.15
+    )  # 21 steps amplify rounding
     assert bool(project.checkpoint("option", 21)["scaler"]) == ("fp16" in option)
 
 
@@ -71,10 +83,15 @@ def test_options_change_the_losses_by_rounding_alone(project: Project, option: s
         ("ddp", SHARED),
         ("fsdp", SHARED),
         ("data_parallel", ONE),
-        *(pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO) for strategy in ("ddp", "fsdp", "data_parallel")),
+        *(
+            pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO)
+            for strategy in ("ddp", "fsdp", "data_parallel")
+        ),
     ],
 )
-def test_losses_are_those_of_the_cpu(project: Project, strategy: str, devices: tuple[str, ...]) -> None:
+def test_losses_are_those_of_the_cpu(
+    project: Project, strategy: str, devices: tuple[str, ...]
+) -> None:
     project.run("name=cpu", "device_ids=cpu")
     run(project, "name=gpu", f"strategy={strategy}", *devices, *FP32)
     assert losses(project, "gpu") == pytest.approx(losses(project, "cpu"), rel=1e-3)
@@ -103,7 +120,12 @@ def test_group_of_nccl_with_one_rank_trains(project: Project) -> None:
 def test_resumed_run_equals_uninterrupted_run_to_the_bit(
     project: Project, strategy: str, devices: tuple[str, ...]
 ) -> None:
-    words = (f"strategy={strategy}", *devices, "training.deterministic=true", "checkpoint.every_steps=5")
+    words = (
+        f"strategy={strategy}",
+        *devices,
+        "training.deterministic=true",
+        "checkpoint.every_steps=5",
+    )
     run(project, *words)
     project.rewind("run", 10, "resumed")
     assert "resuming after step 10" in run(project, "name=resumed", *words)
@@ -113,7 +135,9 @@ def test_resumed_run_equals_uninterrupted_run_to_the_bit(
 
 @limit(90)
 @pytest.mark.parametrize("devices", [ONE, SHARED, TWO])
-def test_run_that_is_asked_to_stop_saves_and_continues(project: Project, devices: tuple[str, ...]) -> None:
+def test_run_that_is_asked_to_stop_saves_and_continues(
+    project: Project, devices: tuple[str, ...]
+) -> None:
     words = (*devices, "model.seconds_per_step=0.2")
     process = project.start(*words)
     wait_for_steps(project, "run")
@@ -136,8 +160,12 @@ def test_killed_run_continues(project: Project) -> None:
 
 @limit(60)
 @pytest.mark.parametrize("devices", [SHARED, TWO])
-def test_killed_rank_ends_the_run_whose_checkpoint_stays(project: Project, devices: tuple[str, ...]) -> None:
-    assert "killed by SIGKILL" in run(project, *devices, "model.fault=kill", "checkpoint.every_steps=1", code=1)
+def test_killed_rank_ends_the_run_whose_checkpoint_stays(
+    project: Project, devices: tuple[str, ...]
+) -> None:
+    assert "killed by SIGKILL" in run(
+        project, *devices, "model.fault=kill", "checkpoint.every_steps=1", code=1
+    )
     assert (project.directory("run") / "checkpoints" / "step_00000002.pt").exists()
 
 
@@ -159,14 +187,20 @@ def test_device_side_assert_is_told(project: Project, devices: tuple[str, ...]) 
 
 
 @limit(120)
-def test_auto_leaves_a_gpu_where_another_run_computes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_leaves_a_gpu_where_another_run_computes(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    process = project.start("name=other", *ONE, "model.seconds_per_step=0.5", "training.epochs=1000")
+    process = project.start(
+        "name=other", *ONE, "model.seconds_per_step=0.5", "training.epochs=1000"
+    )
     try:
         wait_for_steps(project, "other")
         output = run(project, "device_ids=auto:1", code=2)
         assert "found 0 of 1" in output and "another run uses it" in output
-        assert "computing on the CPU" in run(project, "name=cpu", "device_ids=auto", "training.max_steps=1")
+        assert "computing on the CPU" in run(
+            project, "name=cpu", "device_ids=auto", "training.max_steps=1"
+        )
         run(project, "name=named", *ONE, "training.max_steps=1")
     finally:
         process.kill()
@@ -179,10 +213,16 @@ def test_auto_leaves_a_gpu_whose_memory_another_process_holds(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     free_gib = find_gpus(os.environ).visible[0].free_memory / GIB
-    words = ("device_ids=auto:1", f"launch.min_free_memory_gib={free_gib - 1:.1f}", "training.max_steps=1")
+    words = (
+        "device_ids=auto:1",
+        f"launch.min_free_memory_gib={free_gib - 1:.1f}",
+        "training.max_steps=1",
+    )
     code = "held = torch.empty(2**31, dtype=torch.uint8, device='cuda'); print(len(held), flush=True); input()"
     command = [sys.executable, "-c", f"import torch; {code}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == f"{2**31}\n"
         assert "below launch.min_free_memory_gib" in run(project, *words, code=2)
         holder.communicate("")
@@ -214,11 +254,17 @@ def test_checkpoint_moves_between_gpu_and_cpu(project: Project) -> None:
 
 @limit(90)
 @pytest.mark.parametrize("devices", [SHARED, TWO])
-def test_fsdp_in_16_bits_trains_a_model_with_norms_as_ddp_does(project: Project, devices: tuple[str, ...]) -> None:
+def test_fsdp_in_16_bits_trains_a_model_with_norms_as_ddp_does(
+    project: Project, devices: tuple[str, ...]
+) -> None:
     project.edit("model.py", "def build_model(", TRANSFORMER.lstrip())
-    project.edit("model.py", "model.config, model", "model = Transformer()\n    model.config, model")
+    project.edit(
+        "model.py", "model.config, model", "model = Transformer()\n    model.config, model"
+    )
     for strategy in ("ddp", "fsdp"):
-        run(project, f"name={strategy}", f"strategy={strategy}", *devices, "training.precision=bf16")
+        run(
+            project, f"name={strategy}", f"strategy={strategy}", *devices, "training.precision=bf16"
+        )
     assert losses(project, "fsdp") == pytest.approx(losses(project, "ddp"), rel=0.15)
 
 
@@ -228,7 +274,9 @@ def test_reserved_memory_does_not_grow_over_forty_evaluations(project: Project) 
     project.edit("model.py", "    errors = (outputs", f"    {code}\n    errors = (outputs")
     words = ("evaluation.every_steps=1", "evaluation.every_epochs=null", "training.epochs=6")
     output = run(project, *ONE, *words)
-    reserved = [int(line.split()[1]) for line in output.splitlines() if line.startswith("reserved ")]
+    reserved = [
+        int(line.split()[1]) for line in output.splitlines() if line.startswith("reserved ")
+    ]
     assert len(reserved) >= 40 and reserved[-1] == reserved[len(reserved) // 4]
 
 
@@ -236,14 +284,18 @@ def test_reserved_memory_does_not_grow_over_forty_evaluations(project: Project) 
 @BETWEEN_TWO
 def test_transposed_buffer_is_synchronized(project: Project) -> None:
     line = "    model.config, model"
-    project.edit("model.py", line, f"    model.register_buffer('table', torch.rand(3, 2).t())\n{line}")
+    project.edit(
+        "model.py", line, f"    model.register_buffer('table', torch.rand(3, 2).t())\n{line}"
+    )
     run(project, "device_ids=[0,1]")
 
 
 @limit(90)
 @BETWEEN_TWO
 def test_batchnorm_over_two_ranks_is_that_of_one(project: Project) -> None:
-    project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
+    project.edit(
+        "model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()"
+    )
     run(project, "name=one", *ONE, *FP32)
     run(project, "name=two", "device_ids=[0,1]", *FP32, "training.sync_batchnorm=true")
     assert losses(project, "two") == pytest.approx(losses(project, "one"), rel=1e-3)

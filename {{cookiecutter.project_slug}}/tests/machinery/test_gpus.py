@@ -13,12 +13,22 @@ from secrets import token_hex
 import pynvml
 import pytest
 import torch
-from shared_server import IS_ROOT, NOBODY, OWN_USER, SimulatedNvml, child, receive, someone_elses_process
+from shared_server import (
+    IS_ROOT,
+    NOBODY,
+    OWN_USER,
+    SimulatedNvml,
+    child,
+    receive,
+    someone_elses_process,
+)
 
 from template_package.launching.devices import Gpus, find_gpus, owner, take_lock
 
 UNSEEN = "a process that cannot be seen"
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="locks, and /proc with processes' owners, are Linux's")
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="locks, and /proc with processes' owners, are Linux's"
+)
 
 
 def find(nvml: SimulatedNvml | None, mask: str | None = None) -> Gpus:
@@ -129,7 +139,13 @@ def name() -> str:
 
 @needs_linux
 @pytest.mark.parametrize(
-    "uid", [OWN_USER, pytest.param(NOBODY, marks=pytest.mark.skipif(not IS_ROOT, reason="only root can be others"))]
+    "uid",
+    [
+        OWN_USER,
+        pytest.param(
+            NOBODY, marks=pytest.mark.skipif(not IS_ROOT, reason="only root can be others")
+        ),
+    ],
 )
 def test_one_process_at_a_time_holds_a_lock_whoever_runs_it(uid: int, name: str) -> None:
     with child(hold(name), uid) as (_, pipe), child(hold(f"{name}0"), uid) as (_, other):

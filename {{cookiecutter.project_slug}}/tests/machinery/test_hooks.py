@@ -28,14 +28,20 @@ def on(num_ranks: int, *words: str) -> list[str]:
     return [f"device_ids={','.join(['cpu'] * num_ranks)}", *words]
 
 
-def assert_close(lines: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-10) -> None:
+def assert_close(
+    lines: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-10
+) -> None:
     """Assert that all lines have the expected keys, and numbers within a relative tolerance."""
-    assert [line.pop("split") for line in lines] == [line.pop("split") for line in expected] and lines
+    assert [line.pop("split") for line in lines] == [
+        line.pop("split") for line in expected
+    ] and lines
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=tolerance)
 
 
-def test_training_metrics_are_means_over_the_global_batch_and_the_validation_set(project: Project) -> None:
+def test_training_metrics_are_means_over_the_global_batch_and_the_validation_set(
+    project: Project,
+) -> None:
     project.append("model.py", METRICS)
     words = (*DOUBLE, *UNEVEN, "logging.every_steps=3")
     project.run_many({f"on{n}": [*on(n, *words)] for n in (1, 2)})
@@ -44,14 +50,20 @@ def test_training_metrics_are_means_over_the_global_batch_and_the_validation_set
         lines = [project.lines(name, split) for name in ("whole", "on1", "on2")]
         assert len(lines[0]) == (9 if split == "train" else 3)  # 7 steps an epoch: 3, 6, 7, 9, …
         for other in lines[1:]:
-            assert_close(other, project.lines("whole", split), tolerance=1e-6)  # torchmetrics computes in float32
-    for line in project.lines("on2", "validation"):  # torchmetrics computes the same over the same samples
+            assert_close(
+                other, project.lines("whole", split), tolerance=1e-6
+            )  # torchmetrics computes in float32
+    for line in project.lines(
+        "on2", "validation"
+    ):  # torchmetrics computes the same over the same samples
         assert line["error"] == pytest.approx(line["absolute_error"], rel=1e-6)
 
 
 def test_wrong_training_metrics_are_refused_before_step_1(project: Project) -> None:
     project.append("model.py", METRICS.replace('"error"', '"epoch"'))
-    assert "training_metrics() in model.py: it must return" in project.run("device_ids=cpu,cpu", code=2)
+    assert "training_metrics() in model.py: it must return" in project.run(
+        "device_ids=cpu,cpu", code=2
+    )
 
 
 def test_training_metrics_with_names_that_change_are_refused(project: Project) -> None:
@@ -62,13 +74,16 @@ def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
     return {"rare" if batch.inputs[0, 0] > 0 else "error": outputs.mean()}
 """,
     )
-    output = project.run("device_ids=cpu,cpu", "evaluation.micro_batch_size=2", "training.micro_batch_size=1", code=2)
+    output = project.run(
+        "device_ids=cpu,cpu", "evaluation.micro_batch_size=2", "training.micro_batch_size=1", code=2
+    )
     assert "the same names" in output
 
 
 def test_evaluate_batch_gives_what_metrics_see(project: Project) -> None:
     project.append(
-        "model.py", "def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:\n    return batch.targets"
+        "model.py",
+        "def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:\n    return batch.targets",
     )
     project.run("device_ids=cpu,cpu", "training.max_steps=2")
     (line,) = project.lines("run", "validation")
@@ -86,7 +101,11 @@ def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:
     return outputs
 """,
     )
-    words = (f"training.precision={precision}", "training.max_steps=9", "evaluation.micro_batch_size=7")
+    words = (
+        f"training.precision={precision}",
+        "training.max_steps=9",
+        "evaluation.micro_batch_size=7",
+    )
     for strategy in ("ddp", "fsdp"):
         project.run("device_ids=cpu,cpu", *words, f"strategy={strategy}", f"name={strategy}")
     tolerance = 1e-5 if precision == "fp32" else 0.05
@@ -94,15 +113,20 @@ def evaluate_batch(model: nn.Module, batch: Batch) -> Tensor:
         assert_close(project.lines("fsdp", split), project.lines("ddp", split), tolerance)
     project.run("evaluate", "device_ids=cpu,cpu", *words, "strategy=fsdp", "name=fsdp")
     last = project.lines("fsdp", "validation")[-1]
-    assert project.json("fsdp", "evaluation.json")["absolute_error"] == pytest.approx(last["absolute_error"], rel=1e-6)
+    assert project.json("fsdp", "evaluation.json")["absolute_error"] == pytest.approx(
+        last["absolute_error"], rel=1e-6
+    )
 
 
 def test_learning_rate_of_the_user_takes_the_place_of_the_schedule(project: Project) -> None:
     project.append(
-        "model.py", "def learning_rate(step: int, total_steps: int) -> float:\n    return step / total_steps"
+        "model.py",
+        "def learning_rate(step: int, total_steps: int) -> float:\n    return step / total_steps",
     )
     project.run("device_ids=cpu,cpu", "training.max_steps=4", "schedule.warmup_steps=3")
-    assert [line["learning_rate"] for line in project.lines("run")] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert [line["learning_rate"] for line in project.lines("run")] == pytest.approx(
+        [0.0025, 0.005, 0.0075, 0.01]
+    )
 
 
 def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Project) -> None:
@@ -125,7 +149,9 @@ def test_frozen_part_trains_from_the_epoch_on_that_the_user_says(project: Projec
     assert project.lines("again") == project.lines("on2")
     last, repeated = (project.checkpoint(name, 21) for name in ("on2", "again"))
     torch.testing.assert_close(repeated["model"], last["model"], rtol=0, atol=0)
-    torch.testing.assert_close(repeated["optimizer"]["state"], last["optimizer"]["state"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        repeated["optimizer"]["state"], last["optimizer"]["state"], rtol=0, atol=0
+    )
 
 
 def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) -> None:
@@ -169,7 +195,9 @@ def test_frozen_part_does_not_move_before(project: Project) -> None:
     project.append("model.py", LOGGED_EPOCHS)
     project.run("device_ids=cpu,cpu", "checkpoint.every_steps=3", "training.epochs=1")
     first, last = (project.checkpoint("run", step)["model"] for step in (3, 6))
-    assert torch.equal(first["0.weight"], last["0.weight"]) and not torch.equal(first["3.weight"], last["3.weight"])
+    assert torch.equal(first["0.weight"], last["0.weight"]) and not torch.equal(
+        first["3.weight"], last["3.weight"]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp fsdp.reshard_after_forward=false"])
@@ -177,7 +205,9 @@ def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -
     words = (*DOUBLE, *UNEVEN, "training.ema_decay=0.9", "checkpoint.every_steps=1")
     words = (*words, *f"strategy={strategy}".split())
     project.run(*on(2, *words))
-    model = torch.nn.ParameterDict({k.replace(".", "_"): v for k, v in project.checkpoint("run", 1)["model"].items()})
+    model = torch.nn.ParameterDict(
+        {k.replace(".", "_"): v for k, v in project.checkpoint("run", 1)["model"].items()}
+    )
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
     for step in range(1, 22):
         state = project.checkpoint("run", step)
@@ -193,7 +223,9 @@ def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -
     assert project.json("run", "evaluation.json")["loss"] == pytest.approx(loss, rel=1e-12)
     plain = (*DOUBLE, *UNEVEN, "name=plain")
     project.run(*on(2, *plain))
-    assert project.lines("plain") == project.lines("run") or "fsdp" in strategy  # the steps are the same
+    assert (
+        project.lines("plain") == project.lines("run") or "fsdp" in strategy
+    )  # the steps are the same
     assert project.lines("plain", "validation")[-1]["loss"] != pytest.approx(loss, rel=1e-6)
 
     project.rewind("run", 9, "again")  # in the middle of epoch 2
@@ -204,23 +236,45 @@ def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -
     assert project.lines("again", "validation") == project.lines("run", "validation")
 
 
-def test_average_that_is_wanted_later_begins_with_the_weights_of_the_checkpoint(project: Project) -> None:
+def test_average_that_is_wanted_later_begins_with_the_weights_of_the_checkpoint(
+    project: Project,
+) -> None:
     project.run(*on(2, *DOUBLE, "checkpoint.every_steps=1", "training.epochs=1"))
-    words = ("training.ema_decay=0.9", "checkpoint.every_steps=1", "checkpoint.keep_last=9", "training.epochs=2")
+    words = (
+        "training.ema_decay=0.9",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=9",
+        "training.epochs=2",
+    )
     project.run(*on(2, *DOUBLE, *words))
     former, first = project.checkpoint("run", 7)["model"], project.checkpoint("run", 8)
     for name, weight in first["model"].items():
-        torch.testing.assert_close(first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14
+        )
 
 
 def test_average_of_another_run_is_kept_where_steps_are_counted_anew(project: Project) -> None:
-    project.run("device_ids=cpu", *DOUBLE, "training.ema_decay=0.9", "training.max_steps=3", "checkpoint.every_steps=1")
+    project.run(
+        "device_ids=cpu",
+        *DOUBLE,
+        "training.ema_decay=0.9",
+        "training.max_steps=3",
+        "checkpoint.every_steps=1",
+    )
     path = project.directory("run") / "checkpoints" / "step_00000003.pt"
-    words = ("name=other", f"checkpoint.resume={path}", "training.global_batch_size=64", "checkpoint.every_steps=1")
+    words = (
+        "name=other",
+        f"checkpoint.resume={path}",
+        "training.global_batch_size=64",
+        "checkpoint.every_steps=1",
+    )
     project.run("device_ids=cpu", *DOUBLE, "training.ema_decay=0.9", *words, "training.max_steps=1")
     former, first = project.checkpoint("run", 3)["average"], project.checkpoint("other", 1)
     for name, weight in first["model"].items():
-        torch.testing.assert_close(first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            first["average"][name], 0.9 * former[name] + 0.1 * weight, rtol=1e-12, atol=1e-14
+        )
 
 
 def test_hooks_on_evaluation_end_and_after_step_do_not_shift_the_run(project: Project) -> None:
@@ -242,7 +296,10 @@ def after_step(model: nn.Module, step: int, log: Any) -> None:
     )
     output = project.run("device_ids=cpu,cpu", *words, "name=hooked")
     assert project.lines("hooked") == project.lines("plain")
-    assert output.count("ValueError: a picture") == 2 and "on_evaluation_end() of model.py failed" in output
+    assert (
+        output.count("ValueError: a picture") == 2
+        and "on_evaluation_end() of model.py failed" in output
+    )
     log = (project.directory("hooked") / "logs" / "rank_1.log").read_text(encoding="utf-8")
     assert [log.count(f"[after step {step}]") for step in range(11)] == [0, *[1] * 9, 0]
 
@@ -267,10 +324,16 @@ def build_optimizer(model: nn.Module, config: Any) -> list[torch.optim.Optimizer
     project.run(*on(2, *words), "name=again")
     assert project.lines("again") == project.lines("on2")
     groups = project.checkpoint("on2", 21)["optimizer"]["param_groups"]
-    assert [len(group["params"]) for group in groups] == [3, 3] and "ns_steps" in groups[0] and "betas" in groups[1]
+    assert (
+        [len(group["params"]) for group in groups] == [3, 3]
+        and "ns_steps" in groups[0]
+        and "betas" in groups[1]
+    )
 
 
-def test_untrained_parameters_and_an_average_of_too_many_steps_are_warned_of(project: Project) -> None:
+def test_untrained_parameters_and_an_average_of_too_many_steps_are_warned_of(
+    project: Project,
+) -> None:
     project.append(
         "model.py",
         """
@@ -279,20 +342,36 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
 """,
     )
     output = project.run("device_ids=cpu,cpu", "training.ema_decay=0.999")
-    warning = next(line for line in output.splitlines() if "no optimizer has these parameters" in line)
+    warning = next(
+        line for line in output.splitlines() if "no optimizer has these parameters" in line
+    )
     names = sorted(re.findall(r"'([\w.]+)'", warning))
     state = project.checkpoint("run", 21)
-    assert names == sorted(name for name, weight in state["model"].items() if weight.ndim < 2) and len(names) == 3
-    assert "with training.ema_decay=0.999, 21 steps leave 98% of the first weights in the average" in output
+    assert (
+        names == sorted(name for name, weight in state["model"].items() if weight.ndim < 2)
+        and len(names) == 3
+    )
+    assert (
+        "with training.ema_decay=0.999, 21 steps leave 98% of the first weights in the average"
+        in output
+    )
     project.append("model.py", "del build_optimizer\n")
     output = project.run("device_ids=cpu,cpu", "training.ema_decay=0.8", "name=quiet")
     assert "no optimizer has" not in output and "of the first weights" not in output
 
 
 def test_plateau_lowers_the_rate_and_resumes(project: Project) -> None:
-    words = (*DOUBLE, "schedule.name=plateau", "schedule.patience=1", "schedule.decay_factor=0.1", "training.epochs=8")
+    words = (
+        *DOUBLE,
+        "schedule.name=plateau",
+        "schedule.patience=1",
+        "schedule.decay_factor=0.1",
+        "training.epochs=8",
+    )
     words = (*words, "evaluation.metric=error")
-    project.append("model.py", METRICS.replace("(outputs - batch.targets).abs().mean()", "torch.ones(())"))
+    project.append(
+        "model.py", METRICS.replace("(outputs - batch.targets).abs().mean()", "torch.ones(())")
+    )
     project.run(*on(2, *words))
     rates = [line["learning_rate"] for line in project.lines("run")]
     epochs = [rates[7 * epoch] for epoch in range(8)]
@@ -305,22 +384,34 @@ def test_plateau_lowers_the_rate_and_resumes(project: Project) -> None:
 def test_loss_that_is_no_mean_over_samples_is_told(project: Project) -> None:
     words = ("data.min_length=1", "data.max_length=9", "training.max_steps=2")
     assert "no mean over samples" not in project.run("device_ids=cpu,cpu", *words, "name=plain")
-    assert "no mean over samples" in project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true")
+    assert "no mean over samples" in project.run(
+        "device_ids=cpu,cpu", *words, "model.is_weighted=true"
+    )
     assert "no mean over samples" in project.run("smoke", *words, "model.is_weighted=true")
-    project.append("model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()")
+    project.append(
+        "model.py", "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()"
+    )
     weighted = project.run("device_ids=cpu,cpu", *words, "model.is_weighted=true", "name=weighted")
     assert "no mean over samples" not in weighted
 
 
 def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
-    functions = ("train_metrics(outputs: Tensor, batch: Batch)", "on_epoch_begins(model: nn.Module, epoch: int)")
+    functions = (
+        "train_metrics(outputs: Tensor, batch: Batch)",
+        "on_epoch_begins(model: nn.Module, epoch: int)",
+    )
     for function in functions:
         project.append("model.py", f"def {function} -> None:\n    pass")
     helper = "def lr_lambda(step: int) -> float:\n    return 1.0\n\n\n"  # learning_rate() calls it: not told
     project.append(
-        "model.py", f"{helper}def learning_rate(step: int, total_steps: int) -> float:\n    return lr_lambda(step)"
+        "model.py",
+        f"{helper}def learning_rate(step: int, total_steps: int) -> float:\n    return lr_lambda(step)",
     )
-    project.edit("dataset.py", "        self.inputs = ", "        self.sample_weight = 1.0\n        self.inputs = ")
+    project.edit(
+        "dataset.py",
+        "        self.inputs = ",
+        "        self.sample_weight = 1.0\n        self.inputs = ",
+    )
     output = project.run("device_ids=cpu,cpu", "training.max_steps=1")
     pairs = ("train_metrics", "training_metrics"), ("on_epoch_begins", "on_epoch_begin")
     for name, right in (*pairs, ("sample_weight", "sample_weights")):
@@ -331,7 +422,9 @@ def test_name_close_to_an_optional_function_is_told(project: Project) -> None:
 def test_missing_function_is_one_line_before_any_rank_starts(project: Project) -> None:
     project.edit("model.py", "def update_metrics(", "def update_metric(")
     refused = project.run("device_ids=cpu,cpu", code=2)
-    assert refused.startswith("error: model.py has no update_metrics().") and refused.count("\n") == 1
+    assert (
+        refused.startswith("error: model.py has no update_metrics().") and refused.count("\n") == 1
+    )
 
 
 def test_max_steps_alone_ends_a_run(project: Project) -> None:
@@ -349,7 +442,9 @@ def test_max_batches_evaluates_the_same_samples_on_any_number_of_ranks(project: 
     assert_close(lines[1:], [lines[0].copy(), lines[0].copy()])
 
 
-def test_training_does_not_depend_on_how_often_metrics_are_logged_that_change_their_arguments(project: Project) -> None:
+def test_training_does_not_depend_on_how_often_metrics_are_logged_that_change_their_arguments(
+    project: Project,
+) -> None:
     """A NumPy view of the batch, changed in place, is not seen by autograd. The backward pass must come before."""
     code = """
 def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -361,11 +456,15 @@ def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
     project.edit("model.py", "    loss = errors.mean()", f"{kept}    loss = errors.mean()")
     project.run("name=each", "logging.every_steps=1")
     project.run("name=seldom", "logging.every_steps=7")
-    assert [line["loss"] for line in project.lines("seldom")] == [line["loss"] for line in project.lines("each")[6::7]]
+    assert [line["loss"] for line in project.lines("seldom")] == [
+        line["loss"] for line in project.lines("each")[6::7]
+    ]
 
 
 def test_optional_function_that_is_none_counts_as_absent(project: Project) -> None:
-    project.append("model.py", "training_metrics = loss_weight = on_epoch_begin = after_step = None")
+    project.append(
+        "model.py", "training_metrics = loss_weight = on_epoch_begin = after_step = None"
+    )
     project.run("training.max_steps=2")
 
 
@@ -376,4 +475,6 @@ def test_loss_that_is_no_mean_is_told_however_the_samples_are_cut(
     """The rehearsed micro-batch is the largest: one sample has no halves."""
     project.edit("model.py", "errors.mean()", "errors.sum()")
     sizes = (f"data.num_validation={num_samples}", "training.micro_batch_size=2")
-    assert "no mean over samples" in project.run("training.max_steps=1", f"device_ids={devices}", *sizes)
+    assert "no mean over samples" in project.run(
+        "training.max_steps=1", f"device_ids={devices}", *sizes
+    )

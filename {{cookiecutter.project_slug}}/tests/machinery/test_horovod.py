@@ -16,7 +16,8 @@ from template_package.launching.environment import Launched, find_launcher
 from conftest import Project
 
 is_needed = pytest.mark.skipif(
-    not find_spec("horovod"), reason="Horovod is not installed: scripts/install_horovod.sh builds it"
+    not find_spec("horovod"),
+    reason="Horovod is not installed: scripts/install_horovod.sh builds it",
 )
 WORDS = ["strategy=horovod", "device_ids=cpu,cpu", "training.micro_batch_size=4"]
 HOROVODRUN = {
@@ -33,7 +34,9 @@ def test_horovodrun_trains_as_our_own_ranks(project: Project) -> None:
     assert "is complete" in output
     horovodrun = str(Path(sys.executable).with_name("horovodrun"))
     output += project.run("name=launched", *words, command=[horovodrun, "-np", "2", sys.executable])
-    assert "Horovod background loop" not in output, "what it prints of a rank that left without a word"
+    assert "Horovod background loop" not in output, (
+        "what it prints of a rank that left without a word"
+    )
     for split in ("train", "validation"):
         assert project.lines("launched", split) == project.lines("own", split)
     losses = [line["loss"] for line in project.lines("own")]  # 7 in each of 10 epochs
@@ -45,7 +48,12 @@ def test_horovodrun_trains_as_our_own_ranks(project: Project) -> None:
 @is_needed
 def test_compression_rounds_what_is_shared(project: Project) -> None:
     # Steps of 0: each gradient norm is that of the same weights, in every run.
-    common = [*WORDS, "training.max_gradient_norm=1000", "optimizer.learning_rate=0", "training.epochs=1"]
+    common = [
+        *WORDS,
+        "training.max_gradient_norm=1000",
+        "optimizer.learning_rate=0",
+        "training.epochs=1",
+    ]
     cases = {
         "ddp": [*common, "strategy=ddp"],
         "whole": common,
@@ -57,7 +65,11 @@ def test_compression_rounds_what_is_shared(project: Project) -> None:
     assert norms["whole"] == pytest.approx(norms["ddp"], rel=1e-6) and len(norms["whole"]) == 7
     assert norms["half"] == pytest.approx(norms["ddp"], rel=2**-11), "11 bits of mantissa, rounded"
     assert norms["half"] != pytest.approx(norms["ddp"], rel=1e-6)
-    scaled = [(norm, other) for norm, other in zip(norms["scaled"], norms["ddp"], strict=True) if math.isfinite(norm)]
+    scaled = [
+        (norm, other)
+        for norm, other in zip(norms["scaled"], norms["ddp"], strict=True)
+        if math.isfinite(norm)
+    ]
     assert len(scaled) >= 5, "at most two steps are skipped until the loss scale suits"
     assert [norm for norm, _ in scaled] == pytest.approx([norm for _, norm in scaled], rel=1e-2)
 
@@ -72,7 +84,9 @@ def test_compression_rounds_what_is_shared(project: Project) -> None:
     ],
 )
 def test_what_it_cannot_do_is_refused(project: Project, word: str, message: str) -> None:
-    output = project.run(*WORDS, word, f"data.dtype={word.partition('dtype=')[2] or 'float32'}", code=2)
+    output = project.run(
+        *WORDS, word, f"data.dtype={word.partition('dtype=')[2] or 'float32'}", code=2
+    )
     assert message in output and "Traceback" not in output
 
 
@@ -97,11 +111,19 @@ def test_missing_library_is_one_line(project: Project) -> None:
 
 def test_horovodrun_tells_a_place() -> None:
     found = find_launcher(HOROVODRUN, LaunchConfig())
-    assert found is not None and found[:7] == ("horovodrun", 3, 4, 1, 2, 1, "10.0.0.1") and found.master_port > 1024
+    assert (
+        found is not None
+        and found[:7] == ("horovodrun", 3, 4, 1, 2, 1, "10.0.0.1")
+        and found.master_port > 1024
+    )
     other = find_launcher(HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "5001"}, LaunchConfig())
     assert other is not None and other.master_port != found.master_port, "two jobs on one host"
     meeting = LaunchConfig(master_addr="10.0.0.2", master_port=29500)
-    assert find_launcher(HOROVODRUN, meeting) == Launched("horovodrun", 3, 4, 1, 2, 1, "10.0.0.2", 29500)
+    assert find_launcher(HOROVODRUN, meeting) == Launched(
+        "horovodrun", 3, 4, 1, 2, 1, "10.0.0.2", 29500
+    )
     assert find_launcher(HOROVODRUN | {"HOROVOD_SIZE": "1"}, LaunchConfig()) is None
     with pytest.raises(ConfigError, match="no number in HOROVOD_LOCAL_RANK"):
-        find_launcher({k: v for k, v in HOROVODRUN.items() if k != "HOROVOD_LOCAL_RANK"}, LaunchConfig())
+        find_launcher(
+            {k: v for k, v in HOROVODRUN.items() if k != "HOROVOD_LOCAL_RANK"}, LaunchConfig()
+        )

@@ -23,7 +23,12 @@ from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.launching.environment import Launched, choose_interface, find_launcher
 from template_package.launching.launcher import _check_alike, find_node, serve_local_store
-from template_package.launching.processes import OUT_OF_MEMORY, READY, num_usable_cores, run_processes
+from template_package.launching.processes import (
+    OUT_OF_MEMORY,
+    READY,
+    num_usable_cores,
+    run_processes,
+)
 
 from conftest import ROOT, Project
 
@@ -46,14 +51,23 @@ def config(device_ids: object, **launch: object) -> Config:
 
 def test_ranks_start_as_asked_and_share_the_cores(project: Project) -> None:
     words = "print(type(multiprocessing.current_process()).__name__, torch.get_num_threads(), flush=True)"
-    project.edit("model.py", "    model: Any = nn", f"    import multiprocessing\n    {words}\n    model: Any = nn")
+    project.edit(
+        "model.py",
+        "    model: Any = nn",
+        f"    import multiprocessing\n    {words}\n    model: Any = nn",
+    )
     share = max(1, num_usable_cores() // 2)
     for method, kind in (("auto", "ForkServerProcess"), ("spawn", "SpawnProcess")):
         output = project.run(
-            f"name={method}", "device_ids=cpu,cpu", "training.max_steps=1", f"launch.start_method={method}"
+            f"name={method}",
+            "device_ids=cpu,cpu",
+            "training.max_steps=1",
+            f"launch.start_method={method}",
         )
         log = (project.directory(method) / "logs" / "rank_1.log").read_text(encoding="utf-8")
-        assert output.count(f"{kind} {share}\n") == log.count(f"{kind} {share}\n") == 1, "each rank builds one model"
+        assert output.count(f"{kind} {share}\n") == log.count(f"{kind} {share}\n") == 1, (
+            "each rank builds one model"
+        )
 
 
 def test_a_run_leaves_nothing_in_the_temporary_folder(project: Project, tmp_path: Path) -> None:
@@ -92,20 +106,31 @@ def test_world_size_is_the_number_of_devices() -> None:
 
 def test_place_of_a_rank_is_read_from_every_launcher() -> None:
     launched = find_launcher(TORCHRUN, LaunchConfig())
-    assert launched == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True)
-    under_deepspeed = {name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")}
-    launched = find_launcher(under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig())
+    assert launched == Launched(
+        "torchrun", 3, 4, 1, 2, 1, "host", 1234, attempt=2, is_store_served=True
+    )
+    under_deepspeed = {
+        name: value for name, value in TORCHRUN.items() if name[:5] not in ("LOCAL", "TORCH")
+    }
+    launched = find_launcher(
+        under_deepspeed | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, LaunchConfig()
+    )
     assert launched == Launched("torchrun", 3, 4, 1, 2, 1, "host", 1234)
     assert find_launcher(SRUN, MEETING) == Launched("srun", 3, 4, 0, 2, 2, "10.0.0.1", 29500)
     # A shell on a node (srun --pty) is one task: there the ranks are started here.
     assert find_launcher(SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, LaunchConfig()) is None
-    assert find_launcher({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, LaunchConfig()) is None, "in the batch script"
+    assert find_launcher({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, LaunchConfig()) is None, (
+        "in the batch script"
+    )
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, r"no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT"),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0"},
+            r"no number in WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_PORT",
+        ),
         (TORCHRUN | {"RANK": "one"}, r"no number in RANK\. Unset RANK, "),
         ({"SLURM_STEP_NUM_TASKS": "2"}, r"no number in SLURM_PROCID"),
     ],
@@ -120,14 +145,19 @@ def test_several_nodes_need_a_place_to_meet() -> None:
     for words, rule in (
         (["launch.nodes=2"], needed),
         (["launch.nodes=2", "launch.master_addr=10.0.0.1"], needed),
-        (["launch.nodes=2", "launch.node_rank=2"], "launch.node_rank=2: must be below launch.nodes"),
+        (
+            ["launch.nodes=2", "launch.node_rank=2"],
+            "launch.node_rank=2: must be below launch.nodes",
+        ),
     ):
         with pytest.raises(ConfigError, match=rule):
             find_node(load_config(Path(ROOT / "config.yaml"), words), {})
 
 
 def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the test leaves there goes when it ends
+    monkeypatch.setenv(
+        "GLOO_SOCKET_IFNAME", ""
+    )  # so that what the test leaves there goes when it ends
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "127.0.0.1", is_one_machine=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") or sys.platform != "linux"
@@ -149,7 +179,9 @@ ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
 """
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: routes)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the test leaves there goes when it ends
+    monkeypatch.setenv(
+        "GLOO_SOCKET_IFNAME", ""
+    )  # so that what the test leaves there goes when it ends
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "node-0")
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface
@@ -157,7 +189,12 @@ ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
 
 def rank(number: int, port: int, **variables: str) -> dict[str, str]:
     """Return the environment that torchrun gives to rank `number` of two ranks."""
-    rank_variables = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    rank_variables = {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
 
 
@@ -176,7 +213,9 @@ def test_list_that_is_not_the_launchers_number_of_ranks_is_refused(project: Proj
 
 
 def test_rank_whose_neighbour_never_starts_fails_in_time(project: Project) -> None:
-    process = project.start("device_ids=cpu,cpu", "launch.timeout_minutes=0.02", **rank(0, free_port()))
+    process = project.start(
+        "device_ids=cpu,cpu", "launch.timeout_minutes=0.02", **rank(0, free_port())
+    )
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and f"rank 0 ({socket.gethostname()}, cpu) failed:" in errors
 
@@ -184,7 +223,8 @@ def test_rank_whose_neighbour_never_starts_fails_in_time(project: Project) -> No
 def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
     port = free_port()
     ranks = [
-        project.start("device_ids=cpu,cpu", f"training.epochs={3 + number}", **rank(number, port)) for number in (0, 1)
+        project.start("device_ids=cpu,cpu", f"training.epochs={3 + number}", **rank(number, port))
+        for number in (0, 1)
     ]
     errors = [process.communicate(timeout=60)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
@@ -193,9 +233,18 @@ def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
 
 
 def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     project.run("name=undisturbed", "device_ids=cpu,cpu")
-    output = project.run("device_ids=auto", "model.fault=kill_once", "checkpoint.every_steps=1", command=torchrun)
+    output = project.run(
+        "device_ids=auto", "model.fault=kill_once", "checkpoint.every_steps=1", command=torchrun
+    )
     assert "resuming after step" in output
     assert project.lines("run") == project.lines("undisturbed")
 
@@ -203,7 +252,9 @@ def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project: Project) -> None:
-    (project.folder / "seconds_per_evaluation").write_text("0.3", encoding="utf-8")  # 37 samples, one at a time
+    (project.folder / "seconds_per_evaluation").write_text(
+        "0.3", encoding="utf-8"
+    )  # 37 samples, one at a time
     # The other rank waits for the killed one's answer to the agent's SIGTERM, until the agent kills it too: after 30
     # seconds, unless this version of torchrun can be told otherwise.
     options = "--standalone --nproc-per-node=2 --max-restarts=1"
@@ -211,10 +262,18 @@ def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project:
         "--shutdown-timeout" in Path(torch.distributed.run.__file__).read_text("utf-8")
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-    words = ("device_ids=cpu,cpu", "training.epochs=1", "evaluation.micro_batch_size=1", "checkpoint.every_steps=2")
+    words = (
+        "device_ids=cpu,cpu",
+        "training.epochs=1",
+        "evaluation.micro_batch_size=1",
+        "checkpoint.every_steps=2",
+    )
     process = project.start(*words, command=torchrun)
     metrics, deadline = project.directory("run") / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text("utf-8").count("\n") == 7) and time.monotonic() < deadline:
+    while (
+        not (metrics.exists() and metrics.read_text("utf-8").count("\n") == 7)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     time.sleep(1.0)
     log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
@@ -237,10 +296,16 @@ def own_address() -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(own_address().startswith("127."), reason="this host has no network")
-def test_two_nodes_with_different_numbers_of_ranks_train_as_one_process_does(project: Project) -> None:
+def test_two_nodes_with_different_numbers_of_ranks_train_as_one_process_does(
+    project: Project,
+) -> None:
     shutil.copytree(ROOT / "scripts", project.folder / "scripts")
     project.run("name=one")
-    words = ("launch.nodes=2", f"launch.master_addr={own_address()}", f"launch.master_port={free_port()}")
+    words = (
+        "launch.nodes=2",
+        f"launch.master_addr={own_address()}",
+        f"launch.master_port={free_port()}",
+    )
     nodes = [
         project.start(f"device_ids={devices}", f"launch.node_rank={number}", *words)
         for number, devices in enumerate(("cpu,cpu", "cpu"))
@@ -285,13 +350,24 @@ def test_ranks_on_other_kinds_of_devices_are_refused_before_they_join() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["rank 1 would not train what rank 0 does: device: cuda -> cpu. Make both alike."] * 2
+    assert (
+        found
+        == ["rank 1 would not train what rank 0 does: device: cuda -> cpu. Make both alike."] * 2
+    )
 
 
 @pytest.mark.parametrize("way", ["forkserver", "spawn", "torchrun"])
-def test_order_of_gpus_is_set_before_the_users_files_are_imported(project: Project, way: str) -> None:
-    project.append("dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if way == "torchrun" else []
+def test_order_of_gpus_is_set_before_the_users_files_are_imported(
+    project: Project, way: str
+) -> None:
+    project.append(
+        "dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)"
+    )
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        if way == "torchrun"
+        else []
+    )
     words = ["training.max_steps=1"] + ([] if torchrun else [f"launch.start_method={way}"])
     process = project.start("device_ids=cpu,cpu", *words, command=[sys.executable, *torchrun])
     output, errors = process.communicate(timeout=100)

@@ -35,9 +35,15 @@ def first_step(num_samples: int, size: int, epoch: int = 0, position: int = 0) -
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": size}
     dataset = Indices(num_samples)
     order = find_order(dataset, 5, size)
-    loader = TrainLoader(dataset, find_task(), LoaderConfig(), RankContext(), order=order, **options)
+    loader = TrainLoader(
+        dataset, find_task(), LoaderConfig(), RankContext(), order=order, **options
+    )
     loader.start(epoch, position)
-    return [index for micro_batch, _ in loader.next_step(nn.Identity()) for index in micro_batch.request.indices]
+    return [
+        index
+        for micro_batch, _ in loader.next_step(nn.Identity())
+        for index in micro_batch.request.indices
+    ]
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 5, 16, 17, 1000, 4095, 4097, 99_999])
@@ -53,10 +59,17 @@ def test_long_order_looks_like_chance() -> None:
     num_samples = 1_000_003
     indices = torch.arange(num_samples)
     first, second = (long_order(indices, num_samples, seed).double() for seed in (1, 2))
-    for a, b in ((first, second), (first, indices.double()), (first[1:], first[:-1]), (first[1000:], first[:-1000])):
+    for a, b in (
+        (first, second),
+        (first, indices.double()),
+        (first[1:], first[:-1]),
+        (first[1000:], first[:-1000]),
+    ):
         # The correlation of independent numbers has a standard deviation of 0.001.
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1].item()) < 0.005
-    chance = len(set(torch.randperm(num_samples, generator=torch.Generator().manual_seed(0)).diff().tolist()))
+    chance = len(
+        set(torch.randperm(num_samples, generator=torch.Generator().manual_seed(0)).diff().tolist())
+    )
     assert len(set(first.diff().tolist())) == pytest.approx(chance, rel=0.01)
     orders = {tuple(long_order(torch.arange(4), 4, seed).tolist()) for seed in range(1000)}
     assert len(orders) == 24, "every order of four"
@@ -66,11 +79,17 @@ def test_ten_billion_samples_begin_at_once_in_little_memory() -> None:
     first_step(LONG, 64)  # imports
     former_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started_at = time.perf_counter()
-    steps = [first_step(10**10, 512), first_step(10**10, 512, epoch=1), first_step(10**10, 512, position=10**10 - 300)]
+    steps = [
+        first_step(10**10, 512),
+        first_step(10**10, 512, epoch=1),
+        first_step(10**10, 512, position=10**10 - 300),
+    ]
     seconds = time.perf_counter() - started_at
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert [len(set(step)) for step in steps] == [512, 512, 300]
-    assert all(0 <= index < 10**10 for step in steps for index in step) and max(steps[0]) > 9 * 10**9
+    assert (
+        all(0 <= index < 10**10 for step in steps for index in step) and max(steps[0]) > 9 * 10**9
+    )
     assert seconds < 1.0 and peak - former_peak < 50 * 1024  # KiB
 
 

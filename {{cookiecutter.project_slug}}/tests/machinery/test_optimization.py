@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+)
 
 from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
 from template_package.launching.distributed import RankContext
@@ -25,8 +31,16 @@ PEAK = 0.02
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 2 * 2, 3)
-    return nn.Sequential(*layers).double()  # so that summing in another order shows only in the last digits
+    layers = (
+        nn.Conv2d(1, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 2 * 2, 3),
+    )
+    return nn.Sequential(
+        *layers
+    ).double()  # so that summing in another order shows only in the last digits
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -39,7 +53,9 @@ def rates(config: ScheduleConfig, total_steps: int) -> list[float]:
     return [learning_rate(config, PEAK, step, total_steps) for step in range(1, total_steps + 1)]
 
 
-def torch_rates(scheduler_class: type[LRScheduler], num_steps: int, **arguments: Any) -> list[float]:
+def torch_rates(
+    scheduler_class: type[LRScheduler], num_steps: int, **arguments: Any
+) -> list[float]:
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
     scheduler = scheduler_class(optimizer, **arguments)
     values = []
@@ -57,8 +73,14 @@ def test_weight_decay_is_on_matrices_and_kernels_alone() -> None:
     model = make_model()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.5))
-    groups = {group["weight_decay"]: {names[id(p)] for p in group["params"]} for group in optimizer.param_groups}
-    assert groups == {0.5: {"0.weight", "4.weight"}, 0.0: {"0.bias", "1.weight", "1.bias", "4.bias"}}
+    groups = {
+        group["weight_decay"]: {names[id(p)] for p in group["params"]}
+        for group in optimizer.param_groups
+    }
+    assert groups == {
+        0.5: {"0.weight", "4.weight"},
+        0.0: {"0.bias", "1.weight", "1.bias", "4.bias"},
+    }
 
 
 def test_frozen_parameters_are_left_out_and_a_group_without_any_too() -> None:
@@ -81,9 +103,13 @@ def test_steps_equal_those_of_torchs_plain_optimizer(
     name: str, plain: type[Optimizer], arguments: dict[str, Any]
 ) -> None:
     ours, reference = make_model(), make_model()
-    config = OptimizerConfig(name=cast(Any, name), learning_rate=0.1, weight_decay=0.3, betas=[0.8, 0.95])
+    config = OptimizerConfig(
+        name=cast(Any, name), learning_rate=0.1, weight_decay=0.3, betas=[0.8, 0.95]
+    )
     optimizer = build_optimizer(ours, config)
-    groups = [{"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in reference.parameters()]
+    groups = [
+        {"params": [p], "weight_decay": 0.3 if p.ndim > 1 else 0.0} for p in reference.parameters()
+    ]
     unfused = plain(groups, lr=0.1, fused=False, **arguments)  # type: ignore[call-arg]
     for _ in range(3):
         for model, stepped in ((ours, optimizer), (reference, unfused)):
@@ -97,7 +123,10 @@ def test_steps_equal_those_of_torchs_plain_optimizer(
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_the_fused_kernel_is_used_where_there_is_one(name: str) -> None:
     model = make_model()
-    assert all(group["fused"] for group in build_optimizer(model, OptimizerConfig(name=cast(Any, name))).param_groups)
+    assert all(
+        group["fused"]
+        for group in build_optimizer(model, OptimizerConfig(name=cast(Any, name))).param_groups
+    )
     complex_model = nn.ParameterList([torch.zeros(2, 2, dtype=torch.complex64)])
     for without in (complex_model, model.to("meta")):
         optimizer = build_optimizer(without, OptimizerConfig(name=cast(Any, name)))
@@ -122,13 +151,20 @@ def test_schedules_without_warmup_equal_torchs(total_steps: int) -> None:
 
 def test_step_schedule_equals_torchs_at_fractions_of_the_run() -> None:
     config = ScheduleConfig(name="step", milestones=[0.07, 0.1, 0.7], decay_factor=0.5)
-    for total_steps, milestones in ((1, [1, 1, 1]), (10, [1, 1, 7]), (30, [3, 3, 21]), (100, [7, 10, 70])):
+    for total_steps, milestones in (
+        (1, [1, 1, 1]),
+        (10, [1, 1, 7]),
+        (30, [3, 3, 21]),
+        (100, [7, 10, 70]),
+    ):
         expected = torch_rates(MultiStepLR, total_steps, milestones=milestones, gamma=0.5)
         assert rates(config, total_steps) == pytest.approx(expected, rel=1e-9)
 
 
 def test_step_schedule_stops_at_the_floor() -> None:
-    config = ScheduleConfig(name="step", milestones=[0.5, 0.75], decay_factor=0.1, min_learning_rate=0.001)
+    config = ScheduleConfig(
+        name="step", milestones=[0.5, 0.75], decay_factor=0.1, min_learning_rate=0.001
+    )
     assert rates(config, 8) == pytest.approx([PEAK] * 4 + [0.002] * 2 + [0.001] * 2)
 
 
@@ -147,9 +183,13 @@ def test_warmup_is_linear_and_the_schedule_takes_the_steps_after_it(name: str) -
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step"])
 @pytest.mark.parametrize("warmup_steps", [0, 1, 3, 4, 1000])
 def test_rates_stay_between_zero_and_the_peak_at_every_edge(name: str, warmup_steps: int) -> None:
-    config = ScheduleConfig(name=cast(Any, name), warmup_steps=warmup_steps, min_learning_rate=0.001)
+    config = ScheduleConfig(
+        name=cast(Any, name), warmup_steps=warmup_steps, min_learning_rate=0.001
+    )
     for total_steps in (1, 2, 3, 4):
-        values = [learning_rate(config, PEAK, step, total_steps) for step in range(1, total_steps + 3)]
+        values = [
+            learning_rate(config, PEAK, step, total_steps) for step in range(1, total_steps + 3)
+        ]
         assert all(0 < value <= PEAK for value in values)
         if warmup_steps >= total_steps:
             assert values[:total_steps] == pytest.approx(
@@ -163,7 +203,9 @@ def test_cosine_at_the_points_known_by_heart() -> None:
     config = ScheduleConfig(name="cosine", warmup_steps=10, min_learning_rate=0.01)
     at = {step: learning_rate(config, PEAK, step, 110) for step in (5, 11, 61, 111, 500)}
     assert at == pytest.approx({5: PEAK / 2, 11: PEAK, 61: (PEAK + 0.01) / 2, 111: 0.01, 500: 0.01})
-    assert learning_rate(config, PEAK, 36, 110) == pytest.approx(0.01 + (PEAK - 0.01) * (1 + math.sqrt(0.5)) / 2)
+    assert learning_rate(config, PEAK, 36, 110) == pytest.approx(
+        0.01 + (PEAK - 0.01) * (1 + math.sqrt(0.5)) / 2
+    )
 
 
 # Both together
@@ -182,9 +224,13 @@ def test_groups_of_a_users_optimizer_keep_their_ratio_to_the_peak() -> None:
     optimizer = SGD(groups, lr=PEAK)
     for value in (PEAK, PEAK / 2, 0.0, PEAK / 4):  # from the initial rates each time, also after 0
         set_learning_rate(optimizer, value, PEAK)
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([value / 10, value])
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+            [value / 10, value]
+        )
     saved = optimizer.state_dict()
-    resumed = SGD([{"params": make_model().parameters()}, {"params": make_model().parameters()}], lr=1.0)
+    resumed = SGD(
+        [{"params": make_model().parameters()}, {"params": make_model().parameters()}], lr=1.0
+    )
     resumed.load_state_dict(saved)
     set_learning_rate(resumed, PEAK, PEAK)
     assert [group["lr"] for group in resumed.param_groups] == pytest.approx([PEAK / 10, PEAK])
@@ -241,11 +287,17 @@ def test_pause_that_a_request_to_stop_ends_counts_as_no_time_in_steps() -> None:
 @pytest.mark.parametrize("total_steps", [10, 37, 200])
 def test_one_cycle_equals_torchs_scheduler(total_steps: int) -> None:
     own = rates(ScheduleConfig(name="one_cycle"), total_steps)
-    expected = torch_rates(OneCycleLR, total_steps, max_lr=PEAK, total_steps=total_steps, cycle_momentum=False)
-    assert own == pytest.approx(expected, rel=1e-9, abs=1e-12) and max(own) == pytest.approx(PEAK, rel=0.05)
+    expected = torch_rates(
+        OneCycleLR, total_steps, max_lr=PEAK, total_steps=total_steps, cycle_momentum=False
+    )
+    assert own == pytest.approx(expected, rel=1e-9, abs=1e-12) and max(own) == pytest.approx(
+        PEAK, rel=0.05
+    )
 
 
 def test_warm_up_may_be_a_fraction_of_the_run() -> None:
     for name in ("cosine", "linear", "constant", "plateau"):
-        fraction, steps = (ScheduleConfig(name=cast(Any, name), warmup_steps=warmup) for warmup in (0.1, 20))
+        fraction, steps = (
+            ScheduleConfig(name=cast(Any, name), warmup_steps=warmup) for warmup in (0.1, 20)
+        )
         assert rates(fraction, 200) == rates(steps, 200)

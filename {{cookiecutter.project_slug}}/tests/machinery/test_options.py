@@ -58,35 +58,51 @@ def backward(strategy: Strategy, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)],
 )
 def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtype) -> None:
     strategy = prepared(nn.Linear(4, 4), precision=precision)
     assert backward(strategy).dtype == dtype
     assert strategy.module.weight.dtype == torch.float32
-    assert settle_precision(load_config(ROOT / "config.yaml"), RankContext()).training.precision == "fp32"
+    assert (
+        settle_precision(load_config(ROOT / "config.yaml"), RankContext()).training.precision
+        == "fp32"
+    )
 
 
 def test_precision_fits_the_oldest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     generations = {0: (8, 6), 1: (7, 5)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: generations[device.index])
-    config, first, second = load_config(ROOT / "config.yaml"), torch.device("cuda:0"), torch.device("cuda:1")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: generations[device.index]
+    )
+    config, first, second = (
+        load_config(ROOT / "config.yaml"),
+        torch.device("cuda:0"),
+        torch.device("cuda:1"),
+    )
     for devices, precision in (((first,), "bf16"), ((second,), "fp16"), ((first, second), "fp16")):
-        assert settle_precision(config, RankContext(devices=devices)).training.precision == precision
+        assert (
+            settle_precision(config, RankContext(devices=devices)).training.precision == precision
+        )
 
 
 def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     strategy = prepared(model, precision="fp16")
-    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # low enough for nothing to overflow
+    strategy.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10
+    )  # low enough for nothing to overflow
     backward(strategy, scale=10.0)
     norm = strategy.optimizer_step(max_gradient_norm=0.01)
     torch.manual_seed(1)
     plain = prepared(nn.Linear(4, 4), precision="bf16")
     backward(plain, scale=10.0)
     assert norm is not None
-    true_norm = torch.cat([p.grad.flatten() for p in plain.module.parameters() if p.grad is not None]).norm()
+    true_norm = torch.cat(
+        [p.grad.flatten() for p in plain.module.parameters() if p.grad is not None]
+    ).norm()
     assert norm.item() == pytest.approx(true_norm.item(), rel=0.05)
     before = model.weight.detach().clone()
     backward(strategy, scale=float("inf"))
@@ -122,7 +138,11 @@ def test_activation_checkpointing_runs_blocks_again_with_the_same_gradients() ->
     calls = [[block.num_calls for block in model.blocks] for model in (plain, again)]
     assert calls == [[1, 1], [2, 2]]
     for first, second in zip(plain.parameters(), again.parameters(), strict=True):
-        assert first.grad is not None and second.grad is not None and torch.equal(first.grad, second.grad)
+        assert (
+            first.grad is not None
+            and second.grad is not None
+            and torch.equal(first.grad, second.grad)
+        )
     assert strategy.state_dict()["model"].keys() == plain.state_dict().keys()
     with pytest.raises(ConfigError, match="has no nn"):
         prepared(nn.Linear(4, 4), activation_checkpointing=True)
@@ -144,7 +164,10 @@ def test_numerics_reach_torch() -> None:
     former = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     try:
         prepared(nn.Linear(4, 4), tf32=False, deterministic=True)
-        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+        assert (
+            torch.get_float32_matmul_precision() == "highest"
+            and not torch.backends.cudnn.allow_tf32
+        )
         assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
         prepared(nn.Linear(4, 4))
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.benchmark
@@ -155,11 +178,18 @@ def test_numerics_reach_torch() -> None:
 
 
 def test_flipped_bit_is_named(project: Project) -> None:
-    words = ("device_ids=cpu,cpu", "model.fault=flip", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
+    words = (
+        "device_ids=cpu,cpu",
+        "model.fault=flip",
+        "optimizer.learning_rate=0",
+        "optimizer.weight_decay=0",
+    )
     output = project.run(*words, "training.check_replicas_every_steps=2", code=1)
     assert "'3.weight' differs between ranks" in output and "after step 4" in output
     assert output.count("Traceback") == 1
-    first = project.run("name=first", *words, "model.fault_step=1", code=1)  # without the key once, in every run
+    first = project.run(
+        "name=first", *words, "model.fault_step=1", code=1
+    )  # without the key once, in every run
     assert "'3.weight' differs between ranks" in first and "after step 1" in first
 
 
@@ -170,21 +200,31 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
         output = project.run(f"name={name}", *words, "data.nan_index=17", *more, code=1)
         found = re.search(r"the loss of step (\d+), or its gradient, is not finite", output)
         assert found and output.count(") failed:\n") == 1 and "Traceback" not in output, output
-        states = [torch.load(path, weights_only=True) for path in project.directory(name).glob("checkpoints/*.pt")]
+        states = [
+            torch.load(path, weights_only=True)
+            for path in project.directory(name).glob("checkpoints/*.pt")
+        ]
         assert len(states) == int(found[1]) - 1 > 0
-        assert all(weight.isfinite().all() for state in states for weight in state["model"].values())
+        assert all(
+            weight.isfinite().all() for state in states for weight in state["model"].values()
+        )
 
 
 def test_first_step_that_was_not_finite_is_named() -> None:
     losses = [(torch.tensor(1.0), 1), (torch.tensor(2.5), 2)]
     check_finite(losses, RankContext())
     assert losses == []
-    losses = [(torch.tensor(value), step) for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))]
+    losses = [
+        (torch.tensor(value), step)
+        for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))
+    ]
     with pytest.raises(FailureError, match="the loss of step 3,"):
         check_finite(losses, RankContext())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
 def test_checksum_tells_constants_and_single_bits_apart(dtype: torch.dtype) -> None:
     zeros, ones = torch.zeros(4, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype)
     flipped = zeros.clone()
@@ -195,11 +235,18 @@ def test_checksum_tells_constants_and_single_bits_apart(dtype: torch.dtype) -> N
 
 def test_checksum_depends_on_places() -> None:
     numbers = torch.arange(64, dtype=torch.float32)
-    assert checksum(numbers) != checksum(numbers.roll(1)) and checksum(numbers) != checksum(numbers.flip(0))
+    assert checksum(numbers) != checksum(numbers.roll(1)) and checksum(numbers) != checksum(
+        numbers.flip(0)
+    )
 
 
 def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) -> None:
-    words = ["device_ids=cpu,cpu", "optimizer.learning_rate=0", "training.early_stopping_epochs=2", "training.epochs=9"]
+    words = [
+        "device_ids=cpu,cpu",
+        "optimizer.learning_rate=0",
+        "training.early_stopping_epochs=2",
+        "training.epochs=9",
+    ]
     project.run(*words)
     summary = project.json("run", "summary.json")
     assert (summary["status"], summary["epochs"]) == ("complete", 3)
@@ -207,26 +254,41 @@ def test_early_stopping_ends_all_ranks_after_the_same_epoch(project: Project) ->
     assert "is complete" in output and "raise training.early_stopping_epochs;" in output
 
 
-def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(project: Project) -> None:
+def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(
+    project: Project,
+) -> None:
     fixed = ["device_ids=cpu,cpu", "training.epochs=1"]
     cases = {
         "plain": fixed,
         "fp16": [*fixed, "ddp.gradient_compression=fp16", "logging.profile_steps=[2,3]"],
         "unused": [*fixed, "model.has_unused_parameter=true", "ddp.find_unused_parameters=true"],
-        "static": [*fixed, "model.has_unused_parameter=true", "ddp.static_graph=true", "training.micro_batch_size=4"],
+        "static": [
+            *fixed,
+            "model.has_unused_parameter=true",
+            "ddp.static_graph=true",
+            "training.micro_batch_size=4",
+        ],
     }
     project.run_many(cases)
     plain, fp16, unused, static = ([line["loss"] for line in project.lines(name)] for name in cases)
     assert fp16 != plain and fp16 == pytest.approx(plain, rel=1e-2)
     assert unused == pytest.approx(plain, rel=1e-6)
-    assert static == pytest.approx(plain, rel=1e-6)  # the parameter is found unused in the first step
+    assert static == pytest.approx(
+        plain, rel=1e-6
+    )  # the parameter is found unused in the first step
     # A parameter that never had a gradient has no optimizer state; the run continues all the same.
     for name in ("unused", "static"):
         project.run(f"name={name}", *cases[name], "training.epochs=2")
         assert [line["step"] for line in project.lines(name)] == list(range(1, 15))
     for rank in (0, 1):
-        trace = json.loads((project.directory("fp16") / "profile" / f"rank_{rank}.json").read_text(encoding="utf-8"))
-        assert any("Linear" in event["name"] or "addmm" in event["name"] for event in trace["traceEvents"])
+        trace = json.loads(
+            (project.directory("fp16") / "profile" / f"rank_{rank}.json").read_text(
+                encoding="utf-8"
+            )
+        )
+        assert any(
+            "Linear" in event["name"] or "addmm" in event["name"] for event in trace["traceEvents"]
+        )
 
 
 def test_optimizer_of_the_users_own_is_used(project: Project) -> None:
@@ -275,7 +337,11 @@ def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> Non
     """The test imitates a Mac's GPU: from the first forward pass on, every operation with a float64 result fails."""
     project.append("model.py", NO_FLOAT64 + "RankContext.sum_dtype = torch.float32\n")
     own_process = [sys.executable]  # the mode would stay in the session's
-    words = ("training.max_gradient_norm=1", "training.ema_decay=0.9", "training.global_batch_size=30")
+    words = (
+        "training.max_gradient_norm=1",
+        "training.ema_decay=0.9",
+        "training.global_batch_size=30",
+    )
     project.run(*words, command=own_process)
     assert project.json("run", "summary.json")["best"]["loss"] > 0
     project.edit("model.py", "RankContext.sum_dtype = torch.float32", "")

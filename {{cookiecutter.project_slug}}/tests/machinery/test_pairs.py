@@ -26,19 +26,31 @@ NUM_RUNS = max(
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(SINGLE), *MARKED])
-def test_every_strategy_trains_with_every_optimizer_precision_and_schedule(project: Project, strategy: str) -> None:
+def test_every_strategy_trains_with_every_optimizer_precision_and_schedule(
+    project: Project, strategy: str
+) -> None:
     """Row 16 of the public cases: fsdp and SGD never ran together."""
     name = "ddp" if strategy == SINGLE else strategy
-    words = [f"strategy={name}", f"device_ids={DEVICES.get(strategy, 'cpu,cpu')}", "training.max_steps=2"]
+    words = [
+        f"strategy={name}",
+        f"device_ids={DEVICES.get(strategy, 'cpu,cpu')}",
+        "training.max_steps=2",
+    ]
     cases, pairs = {}, set()
     for number in range(NUM_RUNS):
         chosen = {key: values[number % len(values)] for key, values in VALUES.items()}
         if (strategy, chosen["training.precision"]) in NOT_ON_CPU:
             chosen["training.precision"] = "auto"
         pairs |= set(chosen.items())
-        cases[f"{number}"] = [*words, "training.epochs=1", *(f"{key}={value}" for key, value in chosen.items())]
+        cases[f"{number}"] = [
+            *words,
+            "training.epochs=1",
+            *(f"{key}={value}" for key, value in chosen.items()),
+        ]
     missing = {(key, value) for key, values in VALUES.items() for value in values} - pairs
-    assert missing <= {("training.precision", precision) for of, precision in NOT_ON_CPU if of == strategy}
+    assert missing <= {
+        ("training.precision", precision) for of, precision in NOT_ON_CPU if of == strategy
+    }
     project.run_many(cases)
     for case in cases:
         first, second = project.lines(case)

@@ -36,21 +36,27 @@ def rows(project: Project) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_rows_stand_in_the_order_of_the_inputs_each_once_on_any_number_of_ranks(project: Project) -> None:
+def test_rows_stand_in_the_order_of_the_inputs_each_once_on_any_number_of_ranks(
+    project: Project,
+) -> None:
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
     project.edit("model.py", "\ndef build_metrics(", PREDICT)
     project.run()
     model = workload_model.build_model(workload_model.ModelConfig())
     model.load_state_dict(torch.load(project.directory("run") / "checkpoints" / "best.pt")["model"])
     for num_inputs, devices in ((37, "cpu"), (37, "cpu,cpu,cpu"), (2, "cpu,cpu,cpu")):
-        printed = project.run("predict", str(num_inputs), f"device_ids={devices}", "evaluation.micro_batch_size=5")
+        printed = project.run(
+            "predict", str(num_inputs), f"device_ids={devices}", "evaluation.micro_batch_size=5"
+        )
         data = workload_data.Numbers(workload_data.DataConfig(), num_inputs, 7, 0.0)
         with torch.no_grad():
             expected = model(data.inputs)
         found = rows(project)
         assert [row["input"] for row in found] == [f"number {i}" for i in range(num_inputs)]
         torch.testing.assert_close(torch.tensor([row["both"] for row in found]), expected)
-        assert [row["label"] for row in found] == [("low", "high")[int(value > 0)] for value in expected[:, 0].tolist()]
+        assert [row["label"] for row in found] == [
+            ("low", "high")[int(value > 0)] for value in expected[:, 0].tolist()
+        ]
         assert f"{num_inputs} rows: runs/run/predictions.jsonl" in printed
         assert printed.count("number ") == min(num_inputs, 20)
 
@@ -60,7 +66,9 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
     assert "model.py has no predict()" in project.run("predict", "5", code=2)
     project.edit("model.py", "\ndef build_metrics(", PREDICT)
-    assert "there is no runs/run/checkpoints/best.pt. Train first" in project.run("predict", "5", code=2)
+    assert "there is no runs/run/checkpoints/best.pt. Train first" in project.run(
+        "predict", "5", code=2
+    )
 
 
 def test_settings_may_come_before_the_command() -> None:

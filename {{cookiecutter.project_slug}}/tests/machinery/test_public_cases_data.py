@@ -16,7 +16,14 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 
 from template_package.config import LoaderConfig
 from template_package.core.data import Fetcher, TrainLoader, check_batch, epoch_order, numbers_of
@@ -34,7 +41,12 @@ from template_package.launching.distributed import RankContext
 from conftest import Project
 from test_resuming import assert_equal
 
-DOUBLE = ("model.dtype=float64", "data.dtype=float64", "schedule.name=constant", "training.epochs=2")
+DOUBLE = (
+    "model.dtype=float64",
+    "data.dtype=float64",
+    "schedule.name=constant",
+    "training.epochs=2",
+)
 NUM_SAMPLES = 24
 TASK = replace(find_task(), collate=default_collate, loss_weight=None)
 
@@ -80,7 +92,9 @@ class Augmented(Dataset[Any]):
     """Sample i is i, and the numbers that its transforms drew."""
 
     def __init__(self) -> None:
-        nested = Compose({"x": Compose(closure())}["x"], partial(drawn_from, numpy.random.default_rng(3)))
+        nested = Compose(
+            {"x": Compose(closure())}["x"], partial(drawn_from, numpy.random.default_rng(3))
+        )
         self.rng = numpy.random.default_rng(0)
         self.late: Any = None
         self.transform = Compose(Slots(), OfClass(), nested, nested)
@@ -91,27 +105,37 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, index: int) -> Tensor:
         if self.late is None:  # made when first used, as many do in workers
             self.late = numpy.random.default_rng()
-        return torch.tensor([index, self.rng.random(), self.late.random(), *self.transform()], dtype=torch.float64)
+        return torch.tensor(
+            [index, self.rng.random(), self.late.random(), *self.transform()], dtype=torch.float64
+        )
 
     def __getattr__(self, name: str) -> Any:
         assert name in ("set_epoch", "__getitems__", "sample_lengths", "sample_weights"), name
         raise AttributeError(name)
 
 
-def train_loader(dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8) -> TrainLoader:
+def train_loader(
+    dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8
+) -> TrainLoader:
     options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": 3}
     order, context = find_order(dataset, 5, size), RankContext(rank, world_size)
-    return TrainLoader(dataset, TASK, LoaderConfig(num_workers=workers), context, order=order, **options)
+    return TrainLoader(
+        dataset, TASK, LoaderConfig(num_workers=workers), context, order=order, **options
+    )
 
 
-def rows(dataset: Any, world_size: int = 1, workers: int = 0, position: int = 0) -> list[list[float]]:
+def rows(
+    dataset: Any, world_size: int = 1, workers: int = 0, position: int = 0
+) -> list[list[float]]:
     """Return the samples of an epoch from `position` on, of all ranks, in the order of their first numbers."""
     found = []
     for rank in range(world_size):
         loader = train_loader(dataset, rank, world_size, workers)
         loader.start(0, position)
         for _ in range(-(-(len(dataset) - position) // 8)):
-            found += [row for batch, _ in loader.next_step(nn.Identity()) for row in batch.batch.tolist()]
+            found += [
+                row for batch, _ in loader.next_step(nn.Identity()) for row in batch.batch.tolist()
+            ]
         loader.close()
     return sorted(found)
 
@@ -120,7 +144,9 @@ def test_generators_that_a_data_set_owns_are_seeded_like_the_global_ones() -> No
     """Row 05 of the public cases. Further forms: in slots, classes, closures, arguments, and made when first used."""
     alone = rows(Augmented())
     drawn = Counter(number for row in alone for number in row[1:])
-    assert len(alone) == NUM_SAMPLES and len(drawn) == NUM_SAMPLES * 8 == drawn.total(), "each draws its own numbers"
+    assert len(alone) == NUM_SAMPLES and len(drawn) == NUM_SAMPLES * 8 == drawn.total(), (
+        "each draws its own numbers"
+    )
     assert rows(Augmented(), world_size=2) == alone
     assert rows(Augmented(), workers=2) == alone
     rest = epoch_order(NUM_SAMPLES, 5, 0)[16:].tolist()
@@ -129,7 +155,9 @@ def test_generators_that_a_data_set_owns_are_seeded_like_the_global_ones() -> No
 
 def test_search_for_generators_leaves_out_the_global_ones_and_ends_early() -> None:
     """Row 05: those are seeded already. A long list must not be walked for minutes, and a circle not for ever."""
-    holder: Any = types.SimpleNamespace(draw=random.shuffle, one=torch.default_generator, rand=numpy.random.rand)
+    holder: Any = types.SimpleNamespace(
+        draw=random.shuffle, one=torch.default_generator, rand=numpy.random.rand
+    )
     holder.itself, holder.samples = holder, [(f"{number}.png", number) for number in range(200_000)]
     holder.rng = random.Random(0)
     assert generators_of(holder) == [holder.rng]
@@ -165,7 +193,9 @@ def test_runs_whose_augmentation_has_its_own_generator_do_not_depend_on_ranks_wo
         expected = [line["loss"] for line in project.lines("one", split)]
         for name in ("two", "workers"):
             losses = [line["loss"] for line in project.lines(name, split)]
-            assert losses == pytest.approx(expected, rel=1e-10), name  # float64, in another order of summation
+            assert losses == pytest.approx(expected, rel=1e-10), (
+                name
+            )  # float64, in another order of summation
         assert project.lines("resumed", split) == project.lines("two", split)
 
 
@@ -182,14 +212,19 @@ def restored() -> Iterator[Any]:
     public.set_bit_generator(former)
 
 
-def test_another_bit_generator_of_numpy_is_seeded_saved_and_left_as_it_was(restored: Any, tmp_path: Path) -> None:
+def test_another_bit_generator_of_numpy_is_seeded_saved_and_left_as_it_was(
+    restored: Any, tmp_path: Path
+) -> None:
     """Random states are read and set by public calls alone, so those follow numpy.random.set_bit_generator()."""
     restored.set_bit_generator(numpy.random.MT19937(1))
     seed_generators(3)
     numpy.random.standard_normal()
     torch.save(get_random_states(), tmp_path / "states.pt")
     alone = rows(FromNumpy())
-    assert alone == rows(FromNumpy(), world_size=2) and len({number for _, number in alone}) == NUM_SAMPLES
+    assert (
+        alone == rows(FromNumpy(), world_size=2)
+        and len({number for _, number in alone}) == NUM_SAMPLES
+    )
     drawn = numpy.random.standard_normal(3).tolist()
     set_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
     assert drawn == numpy.random.standard_normal(3).tolist(), "reading has not moved it"
@@ -241,7 +276,9 @@ class Wrapper(Dataset[Any]):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_lengths_and_epochs_are_found_behind_subset_and_concatenation(world_size: int) -> None:
+def test_weights_lengths_and_epochs_are_found_behind_subset_and_concatenation(
+    world_size: int,
+) -> None:
     """Row 20 of the public cases. Further forms: nested ones, ConcatDataset, set_epoch, a tensor of indices."""
     inside = Weighted(), Weighted(1)
     joined: Any = ConcatDataset(inside)
@@ -273,7 +310,9 @@ def test_weights_that_a_data_set_hides_are_refused(hide: Any, name: str) -> None
     if name == "sample_weights":
         dataset.sample_lengths = None  # type: ignore[attr-defined]
     hidden = hide(dataset)
-    with pytest.raises(ConfigError, match=f"{name} of Weighted is out of reach .in .*build_datasets"):
+    with pytest.raises(
+        ConfigError, match=f"{name} of Weighted is out of reach .in .*build_datasets"
+    ):
         numbers_of(hidden, name)
     setattr(hidden, name, None)
     assert numbers_of(hidden, name) is None
@@ -315,7 +354,9 @@ def test_split_weights_count_on_one_and_two_ranks_and_names_are_found(project: P
         project.run(*DOUBLE, f"name={name}", f"device_ids={device_ids}")
         for name, device_ids in (("one", "cpu"), ("two", "cpu,cpu"))
     ]
-    assert all("does not use sample_lenghts. Did you mean sample_lengths?" in output for output in outputs)
+    assert all(
+        "does not use sample_lenghts. Did you mean sample_lengths?" in output for output in outputs
+    )
 
 
 def test_more_than_two_to_the_24_samples_are_drawn_in_proportion_to_their_weights() -> None:
@@ -326,7 +367,9 @@ def test_more_than_two_to_the_24_samples_are_drawn_in_proportion_to_their_weight
     drawn = weighted_order(weights, 5, 0) % number
     places, counts = torch.unique(drawn, return_counts=True)
     assert places.tolist() == [number - 5, number - 3, number - 2]
-    assert (counts / number).tolist() == pytest.approx([0.25, 0.5, 0.25], abs=1e-3)  # eight standard deviations
+    assert (counts / number).tolist() == pytest.approx(
+        [0.25, 0.5, 0.25], abs=1e-3
+    )  # eight standard deviations
 
 
 DROPPING = """
@@ -342,18 +385,25 @@ def build_datasets(config: DataConfig) -> Any:
     train.lengths[::10] = 9.0
     return train, *others
 """
-COUNTED = (
-    "def loss_weight(batch: Batch, module: nn.Module) -> Tensor:\n    return torch.tensor(float(len(batch.inputs)))"
-)
+COUNTED = """
+def loss_weight(batch: Batch, module: nn.Module) -> Tensor:
+    return torch.tensor(float(len(batch.inputs)))
+"""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collate_that_leaves_samples_out_is_refused_or_counts_those_left(project: Project, workers: int) -> None:
+def test_collate_that_leaves_samples_out_is_refused_or_counts_those_left(
+    project: Project, workers: int
+) -> None:
     """Row 09 of the public cases. Further form: bad by another sign than None."""
     project.append("dataset.py", DROPPING)
     words = [*DOUBLE, f"loader.num_workers={workers}"]
     output = project.run("device_ids=cpu,cpu", *words, code=2)
-    assert "entries from " in output and "let loss_weight() of model.py return" in output and "Traceback" not in output
+    assert (
+        "entries from " in output
+        and "let loss_weight() of model.py return" in output
+        and "Traceback" not in output
+    )
     project.append("model.py", COUNTED)
     for name in ("one", "two"):
         project.run(f"name={name}", f"device_ids={'cpu' if name == 'one' else 'cpu,cpu'}", *words)
@@ -368,7 +418,11 @@ def test_batches_that_hold_as_much_as_was_asked_for_are_taken() -> None:
     check(([torch.ones(2), torch.ones(4), torch.ones(3)], torch.ones(())), 3)
     check(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), 2)
     check(types.SimpleNamespace(graph=1), 3)
-    for left_out in (torch.ones(2, 3), {"x": (torch.ones(2), torch.ones(2))}, (["a", "b"], numpy.ones(2))):
+    for left_out in (
+        torch.ones(2, 3),
+        {"x": (torch.ones(2), torch.ones(2))},
+        (["a", "b"], numpy.ones(2)),
+    ):
         with pytest.raises(ConfigError, match="a batch of 2 entries from 3 samples"):
             check(left_out, 3)
     check(torch.ones(1, 20), 3, task=replace(TASK, loss_weight=lambda batch, module: 7))
@@ -410,8 +464,14 @@ def test_initial_weights_do_not_depend_on_what_the_data_drew(project: Project) -
     for name in ("first", "second"):  # the second finds the cache
         project.run(*words, f"name={name}")
         for rank in (0, 1):
-            log = (project.directory(name) / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
-            seen |= {line.rpartition("projection ")[2] for line in log.splitlines() if "projection " in line}
+            log = (project.directory(name) / "logs" / f"rank_{rank}.log").read_text(
+                encoding="utf-8"
+            )
+            seen |= {
+                line.rpartition("projection ")[2]
+                for line in log.splitlines()
+                if "projection " in line
+            }
     assert assert_equal(project.checkpoint("first", 1), project.checkpoint("second", 1)) > 6
     seen.add(project.run("evaluate", "name=first").partition("projection ")[2].splitlines()[0])
     assert len(seen) == 1, seen
@@ -433,8 +493,14 @@ def build_datasets(config: DataConfig) -> Any:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("(inputs, targets, None)", "found <class 'NoneType'> Mend the samples in dataset.py, or write collate"),
-        ("(inputs, targets, open)", "Mend the samples in dataset.py, or write collate(items) there"),
+        (
+            "(inputs, targets, None)",
+            "found <class 'NoneType'> Mend the samples in dataset.py, or write collate",
+        ),
+        (
+            "(inputs, targets, open)",
+            "Mend the samples in dataset.py, or write collate(items) there",
+        ),
         ("Batch(inputs.requires_grad_(), targets, lengths)", "in dataset.py"),
     ],
 )
@@ -449,7 +515,9 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
 
 
 def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
-    task = replace(TASK, collate=lambda items: items)  # no lambda can be sent: the worker finds it in dataset.py
+    task = replace(
+        TASK, collate=lambda items: items
+    )  # no lambda can be sent: the worker finds it in dataset.py
     fetcher = Fetcher(TensorDataset(torch.zeros(3)), task, 0)
     received = pickle.loads(pickle.dumps(fetcher))
     assert len(received._dataset) == 3 and received._task.collate is find_task().collate
@@ -474,7 +542,9 @@ def test_data_set_that_holds_arrays_under_the_name_dataset_is_read() -> None:
 def test_generators_are_found_behind_many_annotations() -> None:
     class Annotated(Dataset[Any]):
         def __init__(self) -> None:
-            self.records = [{"id": i, "polygon": [float(x) for x in range(60)]} for i in range(1000)]
+            self.records = [
+                {"id": i, "polygon": [float(x) for x in range(60)]} for i in range(1000)
+            ]
             self.transform = [[numpy.random.default_rng(0)]]
 
     assert len(generators_of(Annotated())) == 1

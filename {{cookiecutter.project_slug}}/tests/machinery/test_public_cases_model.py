@@ -16,7 +16,11 @@ from test_resuming import assert_equal
 
 TWO = "device_ids=cpu,cpu"
 RANKS = ["device_ids=cpu", TWO]
-STRATEGIES = ["strategy=ddp device_ids=cpu", "strategy=ddp device_ids=cpu,cpu", "strategy=fsdp device_ids=cpu,cpu"]
+STRATEGIES = [
+    "strategy=ddp device_ids=cpu",
+    "strategy=ddp device_ids=cpu,cpu",
+    "strategy=fsdp device_ids=cpu,cpu",
+]
 EVERY_STEP = ("checkpoint.every_steps=1", "checkpoint.every_epochs=null")
 
 
@@ -76,13 +80,19 @@ OWN_ENTRY = """
 
 
 @pytest.mark.parametrize("words", [*STRATEGIES, f"strategy=deepspeed {TWO}"])
-@pytest.mark.parametrize("form", ["extra state", "extra state that grows", "entry of the module's own"])
-def test_state_that_is_no_memory_of_the_module_is_restored(project: Project, form: str, words: str) -> None:
+@pytest.mark.parametrize(
+    "form", ["extra state", "extra state that grows", "entry of the module's own"]
+)
+def test_state_that_is_no_memory_of_the_module_is_restored(
+    project: Project, form: str, words: str
+) -> None:
     """Row 22 of the public cases."""
     if "deepspeed" in words:
         pytest.importorskip("deepspeed")
     changed = "[*model[1].seen, 0.1 * step]" if "grows" in form else "[0.1 * step]"
-    code = COUNTED.replace("STATE", OWN_ENTRY if "own" in form else EXTRA_STATE).replace("CHANGED", changed)
+    code = COUNTED.replace("STATE", OWN_ENTRY if "own" in form else EXTRA_STATE).replace(
+        "CHANGED", changed
+    )
     use_model(project, "nn.Linear(6, 16), Counted(), nn.Linear(16, 2)", code)
     more = (*words.split(), *EVERY_STEP, "training.epochs=2", "training.ema_decay=0.5")
     more = more if "deepspeed" not in words else more[:-1]  # which has no averages
@@ -93,16 +103,22 @@ def test_state_that_is_no_memory_of_the_module_is_restored(project: Project, for
     assert project.lines("again", "validation") == project.lines("run", "validation")
     assert assert_equal(project.checkpoint("again", 14), project.checkpoint("run", 14)) > 16
     project.run("evaluate", *more)
-    assert project.json("run", "evaluation.json")["loss"] == min(x["loss"] for x in project.lines("run", "validation"))
+    assert project.json("run", "evaluation.json")["loss"] == min(
+        x["loss"] for x in project.lines("run", "validation")
+    )
 
 
 def test_extra_state_that_is_no_tensor_is_refused_with_the_remedy(project: Project) -> None:
     """Row 14 of the public cases."""
-    state = EXTRA_STATE.replace("torch.tensor(self.seen)", "self.seen").replace("state.tolist()", "state")
+    state = EXTRA_STATE.replace("torch.tensor(self.seen)", "self.seen").replace(
+        "state.tolist()", "state"
+    )
     code = COUNTED.replace("STATE", state).replace("CHANGED", "[0.1 * step]")
     use_model(project, "nn.Linear(6, 16), Counted(), nn.Linear(16, 2)", code)
     line = refused(project, TWO)
-    assert "state_dict() holds 1._extra_state" in line and "get_extra_state() return a tensor" in line
+    assert (
+        "state_dict() holds 1._extra_state" in line and "get_extra_state() return a tensor" in line
+    )
 
 
 LOSS_WITH_WEIGHTS = """
@@ -146,7 +162,9 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
         "[torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(CENTERS.parameters(), lr=0.1)]",
     ],
 )
-def test_parameters_that_the_model_does_not_hold_are_refused(project: Project, optimizer: str, words: str) -> None:
+def test_parameters_that_the_model_does_not_hold_are_refused(
+    project: Project, optimizer: str, words: str
+) -> None:
     """Row 04 of the public cases."""
     project.append("model.py", LOSS_WITH_WEIGHTS.replace("OPTIMIZER", optimizer))
     line = refused(project, *words.split())
@@ -181,43 +199,68 @@ class Merged(nn.Linear):
 
 
 @pytest.mark.parametrize("words", STRATEGIES)
-def test_part_that_build_model_has_set_to_eval_mode_stays_there(project: Project, words: str) -> None:
+def test_part_that_build_model_has_set_to_eval_mode_stays_there(
+    project: Project, words: str
+) -> None:
     """Row 02 of the public cases."""
     layers = "nn.Linear(6, 16), nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.5)).eval(), nn.Linear(16, 2)"
     use_model(project, layers, MODES)
     output = project.run(*words.split(), "evaluation.every_steps=3", "training.epochs=1")
     assert [f"[step {step}: tteeet]" in output for step in range(1, 8)] == [True] * 7
     state = project.checkpoint("run", 7)["model"]
-    assert torch.equal(state["1.0.running_mean"], torch.zeros(16)) and state["1.0.num_batches_tracked"] == 0
+    assert (
+        torch.equal(state["1.0.running_mean"], torch.zeros(16))
+        and state["1.0.num_batches_tracked"] == 0
+    )
     assert "left in eval mode by build_model(), where they stay: 1, 1.0, 1.1" in output
 
 
-def test_model_that_build_model_returns_in_eval_mode_is_trained_in_training_mode(project: Project) -> None:
+def test_model_that_build_model_returns_in_eval_mode_is_trained_in_training_mode(
+    project: Project,
+) -> None:
     """Row 02 of the public cases: from_pretrained() of Hugging Face returns its models so."""
     use_model(project, "nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 2)", MODES)
-    project.edit("model.py", "config, 0\n    return model\n", "config, 0\n    return model.eval()\n")
+    project.edit(
+        "model.py", "config, 0\n    return model\n", "config, 0\n    return model.eval()\n"
+    )
     output = project.run(TWO, "evaluation.every_steps=3", "training.epochs=1")
-    assert [f"[step {step}: tttt]" in output for step in range(1, 8)] == [True] * 7 and "eval mode" not in output
+    assert [f"[step {step}: tttt]" in output for step in range(1, 8)] == [
+        True
+    ] * 7 and "eval mode" not in output
 
 
 @pytest.mark.parametrize("words", STRATEGIES[:2])
-def test_evaluation_changes_the_mode_through_the_modules_own_method(project: Project, words: str) -> None:
+def test_evaluation_changes_the_mode_through_the_modules_own_method(
+    project: Project, words: str
+) -> None:
     """Row 02 of the public cases, a second form: a mode set behind the module's back leaves its weights merged."""
     use_model(project, "nn.Linear(6, 16), Merged(16, 16), nn.Linear(16, 2)", MERGED)
     for name, every in (("never", "null"), ("often", "2")):
         more = (f"name={name}", f"evaluation.every_steps={every}", "evaluation.every_epochs=null")
         project.run(*words.split(), *more, "training.epochs=1")
-    assert project.lines("often") == project.lines("never") and len(project.lines("often", "validation")) == 4
+    assert (
+        project.lines("often") == project.lines("never")
+        and len(project.lines("often", "validation")) == 4
+    )
     assert_equal(project.checkpoint("often", 7)["model"], project.checkpoint("never", 7)["model"])
 
 
 @pytest.mark.parametrize("words", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_average_of_16_bit_weights_is_kept_in_fp32(project: Project, dtype: str, words: str) -> None:
+def test_average_of_16_bit_weights_is_kept_in_fp32(
+    project: Project, dtype: str, words: str
+) -> None:
     """Row 06 of the public cases. The second form is float16, with a part of the model in float32 beside it."""
-    use_model(project, f"In({dtype!r}), nn.Linear(6, 16, dtype=torch.{dtype}), In('float32'), nn.Linear(16, 2)", IN)
+    use_model(
+        project,
+        f"In({dtype!r}), nn.Linear(6, 16, dtype=torch.{dtype}), In('float32'), nn.Linear(16, 2)",
+        IN,
+    )
     if "fsdp" in words:  # a block has one dtype there
-        use_model(project, f"In({dtype!r}), nn.Linear(6, 16, dtype=torch.{dtype}), In('float32'), Head(16, 2)")
+        use_model(
+            project,
+            f"In({dtype!r}), nn.Linear(6, 16, dtype=torch.{dtype}), In('float32'), Head(16, 2)",
+        )
     more = (
         *words.split(),
         "training.ema_decay=0.99",
@@ -265,11 +308,17 @@ class Head(nn.Sequential):
 
 
 @pytest.mark.parametrize("words", STRATEGIES)
-@pytest.mark.parametrize("change", ["parameter.clamp_(-0.01, 0.01)", "parameter.mul_(parameter > 0)"])
-def test_average_is_of_the_weights_that_after_step_leaves(project: Project, change: str, words: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["parameter.clamp_(-0.01, 0.01)", "parameter.mul_(parameter > 0)"]
+)
+def test_average_is_of_the_weights_that_after_step_leaves(
+    project: Project, change: str, words: str
+) -> None:
     """Row 18 of the public cases; the second form keeps weights at exactly 0."""
     code = f"    for parameter in model.parameters():\n        {change}"
-    project.append("model.py", f"def after_step(model: nn.Module, step: int, log: Any) -> None:\n{code}\n")
+    project.append(
+        "model.py", f"def after_step(model: nn.Module, step: int, log: Any) -> None:\n{code}\n"
+    )
     more = (*words.split(), *DOUBLE, "training.ema_decay=0.5", "training.epochs=1", *EVERY_STEP)
     project.run(*more, "checkpoint.keep_last=99")
     average: dict[str, Tensor] = {}
@@ -277,24 +326,35 @@ def test_average_is_of_the_weights_that_after_step_leaves(project: Project, chan
         state = project.checkpoint("run", step)
         for name, weight in state["model"].items():
             average[name] = average.get(name, weight).lerp(weight, 0.5)
-            torch.testing.assert_close(state["average"][name], average[name], rtol=1e-12, atol=1e-15)
-    assert all(weight.max() <= 0.01 if "clamp" in change else weight.min() >= 0 for weight in average.values())
+            torch.testing.assert_close(
+                state["average"][name], average[name], rtol=1e-12, atol=1e-15
+            )
+    assert all(
+        weight.max() <= 0.01 if "clamp" in change else weight.min() >= 0
+        for weight in average.values()
+    )
 
 
 def test_after_step_that_gives_ranks_other_weights_is_told_at_step_1(project: Project) -> None:
     """Row 18 of the public cases, a third form: the replicas are compared after all that changes them."""
     code = "    model[0].weight += torch.distributed.get_rank()"
-    project.append("model.py", f"def after_step(model: Any, step: int, log: Any) -> None:\n{code}\n")
+    project.append(
+        "model.py", f"def after_step(model: Any, step: int, log: Any) -> None:\n{code}\n"
+    )
     assert "after step 1 '0.weight' differs between ranks" in project.run(TWO, code=1)
 
 
 @pytest.mark.parametrize("words", STRATEGIES)
 @pytest.mark.parametrize("form", ["model[2].weight.data", "model[2].weight.data.t()"])
-def test_parameters_that_share_memory_by_data_are_refused(project: Project, form: str, words: str) -> None:
+def test_parameters_that_share_memory_by_data_are_refused(
+    project: Project, form: str, words: str
+) -> None:
     """Row 21 of the public cases; the second form ties a transposed weight. On a GPU such a tie is lost."""
     use_model(project, "nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)")
     project.edit(
-        "model.py", "config, 0\n    return model\n", f"config, 0\n    model[1].weight.data = {form}\n    return model\n"
+        "model.py",
+        "config, 0\n    return model\n",
+        f"config, 0\n    model[1].weight.data = {form}\n    return model\n",
     )
     line = refused(project, *words.split(), "training.ema_decay=0.5")
     assert "1.weight and 2.weight share memory by .data" in line
@@ -315,7 +375,11 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def test_loss_of_gradients_by_the_inputs(project: Project, form: str) -> None:
     """Row 08 of the public cases: the right weights under ddp, one line under fsdp. Second form: two derivatives."""
     project.append("model.py", DERIVATIVES.replace("FORM", form))
-    cases = {"one": ["device_ids=cpu"], "small": ["device_ids=cpu", "training.micro_batch_size=1"], "two": [TWO]}
+    cases = {
+        "one": ["device_ids=cpu"],
+        "small": ["device_ids=cpu", "training.micro_batch_size=1"],
+        "two": [TWO],
+    }
     for name, words in cases.items():
         project.run(f"name={name}", *words, *DOUBLE, "training.epochs=1")
     expected = project.checkpoint("one", 7)["model"]
@@ -323,7 +387,9 @@ def test_loss_of_gradients_by_the_inputs(project: Project, form: str) -> None:
         for key, weight in project.checkpoint(name, 7)["model"].items():
             torch.testing.assert_close(weight, expected[key], rtol=1e-8, atol=1e-10)
         losses = [line["loss"] for line in project.lines(name, "validation")]
-        assert losses == pytest.approx([line["loss"] for line in project.lines("one", "validation")], rel=1e-8)
+        assert losses == pytest.approx(
+            [line["loss"] for line in project.lines("one", "validation")], rel=1e-8
+        )
     for more in (
         ["fsdp.reshard_after_forward=true"],
         ["fsdp.reshard_after_forward=false"],
@@ -346,21 +412,30 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("place", ["block", "root"])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "told"), [("()", "float32", "(a scalar)"), ("(1,)", "float64", "(torch.float64)")]
+    ("shape", "dtype", "told"),
+    [("()", "float32", "(a scalar)"), ("(1,)", "float64", "(torch.float64)")],
 )
-def test_scalars_and_mixed_dtypes_under_fsdp(project: Project, place: str, shape: str, dtype: str, told: str) -> None:
+def test_scalars_and_mixed_dtypes_under_fsdp(
+    project: Project, place: str, shape: str, dtype: str, told: str
+) -> None:
     """Row 11 of the public cases."""
     code = SCALED.replace("DTYPE", f"torch.{dtype}").replace("SHAPE", shape)
     layers = "nn.Linear(6, 16), Scaled(), nn.Linear(16, 2)"
     if place == "root":
-        code = code.replace("Scaled(nn.Module)", "Whole(nn.Module)").replace("nn.Linear(16, 16)", "nn.Linear(6, 2)")
+        code = code.replace("Scaled(nn.Module)", "Whole(nn.Module)").replace(
+            "nn.Linear(16, 16)", "nn.Linear(6, 2)"
+        )
     use_model(project, layers, code)
     if place == "root":
         project.edit("model.py", f"nn.Sequential({layers})", "Whole()")
     for name, words in zip(("one", "two"), RANKS, strict=True):
         project.run(words, f"name={name}", "training.max_steps=2")
     line = refused(project, TWO, "strategy=fsdp")
-    assert told in line and "strategy=ddp" in line and ("1.scale" if place == "block" else "scale") in line
+    assert (
+        told in line
+        and "strategy=ddp" in line
+        and ("1.scale" if place == "block" else "scale") in line
+    )
 
 
 @pytest.mark.parametrize("words", STRATEGIES)
@@ -376,7 +451,10 @@ def test_lazy_layers_are_refused(project: Project, layer: str, words: str) -> No
 def test_optimizer_that_needs_a_closure_is_refused(project: Project, words: str, form: str) -> None:
     """Row 14 of the public cases."""
     built = form.format("torch.optim.LBFGS(model.parameters())")
-    project.append("model.py", f"def build_optimizer(model: nn.Module, config: Any) -> Any:\n    return {built}\n")
+    project.append(
+        "model.py",
+        f"def build_optimizer(model: nn.Module, config: Any) -> Any:\n    return {built}\n",
+    )
     assert "LBFGS" in (line := refused(project, words)) and "closure" in line
 
 
@@ -385,15 +463,21 @@ def test_sync_batchnorm_on_cpus_is_refused_where_a_layer_needs_it(project: Proje
     project.run(TWO, "name=without", "training.sync_batchnorm=true", "training.max_steps=1")
     use_model(project, "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)")
     assert "training.sync_batchnorm=true" in refused(project, TWO, "training.sync_batchnorm=true")
-    project.run("device_ids=cpu", "name=one", "training.sync_batchnorm=true", "training.max_steps=1")
+    project.run(
+        "device_ids=cpu", "name=one", "training.sync_batchnorm=true", "training.max_steps=1"
+    )
 
 
 @pytest.mark.parametrize("words", RANKS)
 @pytest.mark.parametrize(("loss", "kind"), [("None", "NoneType"), ("0.5", "float")])
-def test_loss_that_is_no_tensor_is_refused(project: Project, loss: str, kind: str, words: str) -> None:
+def test_loss_that_is_no_tensor_is_refused(
+    project: Project, loss: str, kind: str, words: str
+) -> None:
     """Row 14 of the public cases."""
     body = f"    return {loss}, model(batch.inputs)"
-    project.append("model.py", f"def compute_loss(model: nn.Module, batch: Batch) -> Any:\n{body}\n")
+    project.append(
+        "model.py", f"def compute_loss(model: nn.Module, batch: Batch) -> Any:\n{body}\n"
+    )
     line = refused(project, words)
     assert f"returned a loss of type {kind}" in line and "loss_weight" in line
 
@@ -405,16 +489,41 @@ def test_settings_that_something_else_overrides_are_told(project: Project) -> No
     """Of 'settings that something else overrides in silence': one line each, only for values that are no default."""
     words = ["training.max_steps=1", "evaluation.every_epochs=null"]
     assert "has no effect" not in project.run(*words, "name=default")
-    more = ["schedule.name=constant", "schedule.min_learning_rate=0.001", "schedule.milestones=[0.1]"]
-    more += ["schedule.decay_factor=0.5", "schedule.patience=7", "fsdp.cpu_offload=true", "loader.num_workers=0"]
+    more = [
+        "schedule.name=constant",
+        "schedule.min_learning_rate=0.001",
+        "schedule.milestones=[0.1]",
+    ]
+    more += [
+        "schedule.decay_factor=0.5",
+        "schedule.patience=7",
+        "fsdp.cpu_offload=true",
+        "loader.num_workers=0",
+    ]
     output = project.run(*words, *more, "loader.prefetch_factor=3", "name=told")
-    told = {line.partition("=")[0].split()[-1] for line in output.splitlines() if "has no effect" in line}
+    told = {
+        line.partition("=")[0].split()[-1]
+        for line in output.splitlines()
+        if "has no effect" in line
+    }
     names = {"min_learning_rate", "milestones", "decay_factor", "patience"}
-    assert told == {*(f"schedule.{name}" for name in names), "fsdp.cpu_offload", "loader.prefetch_factor"}
-    right = ["schedule.name=plateau", "schedule.min_learning_rate=0.001", "schedule.decay_factor=0.5"]
+    assert told == {
+        *(f"schedule.{name}" for name in names),
+        "fsdp.cpu_offload",
+        "loader.prefetch_factor",
+    }
+    right = [
+        "schedule.name=plateau",
+        "schedule.min_learning_rate=0.001",
+        "schedule.decay_factor=0.5",
+    ]
     assert "has no effect" not in project.run(words[0], *right, "schedule.patience=7", "name=right")
-    whole = "deepspeed.extra={zero_optimization: {overlap_comm: true}}"  # a key whose value is a dict
-    assert project.run(*words, whole, "name=dict").count("deepspeed.extra={'zero_optimization'") == 1
+    whole = (
+        "deepspeed.extra={zero_optimization: {overlap_comm: true}}"  # a key whose value is a dict
+    )
+    assert (
+        project.run(*words, whole, "name=dict").count("deepspeed.extra={'zero_optimization'") == 1
+    )
     both = ["strategy=fsdp", "fsdp.reshard_after_forward=false", "ddp.static_graph=true"]
     output = project.run(*words, *both, "name=both", TWO)
     assert output.count("has no effect") == 1 and "ddp.static_graph=true has no effect" in output
@@ -433,7 +542,12 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=config.learning_rate)
 """,
     )
-    words = ["training.max_steps=1", "schedule.warmup_steps=3", "schedule.name=plateau", "optimizer.name=sgd"]
+    words = [
+        "training.max_steps=1",
+        "schedule.warmup_steps=3",
+        "schedule.name=plateau",
+        "optimizer.name=sgd",
+    ]
     output = project.run(*words)
     assert "schedule.warmup_steps=3 has no effect: learning_rate() in model.py" in output
     assert "schedule.name=plateau has no effect: learning_rate() in model.py" in output

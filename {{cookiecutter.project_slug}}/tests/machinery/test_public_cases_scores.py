@@ -25,7 +25,10 @@ def assert_same_weights(project: Project, *names: str) -> None:
     first, *others = [weights(project, name) for name in names]
     for name, other in zip(names[1:], others, strict=True):
         assert first.keys() == other.keys() and len(first) >= 6
-        assert [key for key in first if not torch.equal(first[key], other[key])] == [], (names[0], name)
+        assert [key for key in first if not torch.equal(first[key], other[key])] == [], (
+            names[0],
+            name,
+        )
 
 
 RECALLS = """
@@ -90,7 +93,9 @@ def test_metrics_keep_states_of_their_own(project: Project, kind: str, devices: 
     (line,) = project.lines("run", "validation")
     p = workload_data.Numbers(workload_data.DataConfig(), 37, 2, 0.0).targets[:, 0].sigmoid()
     low, high = (p > 0.45).double().mean().item(), (p > 0.7).double().mean().item()
-    assert high < 0.5 < low and (p[0] > 0.45) == (p[0] > 0.7), "the first sample alone cannot tell them apart"
+    assert high < 0.5 < low and (p[0] > 0.45) == (p[0] > 0.7), (
+        "the first sample alone cannot tell them apart"
+    )
     expected = {
         "plain": {"x_low": low, "x_high": high},
         "grouped": {"precision": 1.0, "recall": high, "f1": 2 * high / (1 + high)},
@@ -99,7 +104,9 @@ def test_metrics_keep_states_of_their_own(project: Project, kind: str, devices: 
     }[kind]
     assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     log = (project.directory("run") / "logs" / "rank_0.log").read_text(encoding="utf-8")
-    assert ("groups [['precision', 'recall'], ['f1']]" in log) == (kind == "grouped"), "the user's own groups stay"
+    assert ("groups [['precision', 'recall'], ['f1']]" in log) == (kind == "grouped"), (
+        "the user's own groups stay"
+    )
 
 
 NOISE = """
@@ -133,18 +140,24 @@ def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
 
 @pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("code", [NOISE, DRAWING_METRIC], ids=["loss", "metric"])
-def test_evaluation_draws_from_random_states_of_its_own(project: Project, code: str, devices: str) -> None:
+def test_evaluation_draws_from_random_states_of_its_own(
+    project: Project, code: str, devices: str
+) -> None:
     """Row 13 of the public cases. Further form: a metric that draws, in compute() too, which rank 0 alone calls."""
     project.append("model.py", code)
     words = (f"device_ids={devices}", "model.dropout=0.5", *SHORT)
-    project.run_many({"never": [*words, "checkpoint.every_steps=4"], "often": [*words, SAVED, EVALUATED]})
+    project.run_many(
+        {"never": [*words, "checkpoint.every_steps=4"], "often": [*words, SAVED, EVALUATED]}
+    )
     assert_same_weights(project, "never", "often")
     lines = project.lines("often", "validation")
     assert len(lines) == 4
     best = min(lines, key=lambda line: float(line["loss"]))
     project.run("evaluate", "name=often", f"device_ids={devices}")
     result = project.json("often", "evaluation.json")
-    assert {key: result[key] for key in best if key != "epoch"} == {key: best[key] for key in best if key != "epoch"}
+    assert {key: result[key] for key in best if key != "epoch"} == {
+        key: best[key] for key in best if key != "epoch"
+    }
 
 
 PREDICT = """
@@ -199,16 +212,27 @@ def test_buffers_that_training_reads_are_told_and_change_by_no_save_or_evaluatio
     """Row 03 of the public cases: an EMA codebook. Further form: under fsdp."""
     project.append("model.py", RESIDENT)
     words = ["device_ids=cpu,cpu", f"strategy={strategy}", *SHORT]
-    cases = {"never": ["checkpoint.every_steps=4"], "saved": [SAVED], "evaluated": [SAVED, EVALUATED]}
+    cases = {
+        "never": ["checkpoint.every_steps=4"],
+        "saved": [SAVED],
+        "evaluated": [SAVED, EVALUATED],
+    }
     output = "".join(project.run(f"name={name}", *words, *case) for name, case in cases.items())
     assert output.count("these buffers differ between ranks: code; ") == 3, "one line a run"
     assert_same_weights(project, *cases)
 
 
-def test_buffers_that_ddp_broadcasts_depend_on_no_save_evaluation_or_resume(project: Project) -> None:
+def test_buffers_that_ddp_broadcasts_depend_on_no_save_evaluation_or_resume(
+    project: Project,
+) -> None:
     """Row 03 of the public cases: the remedy that the warning names."""
     project.append("model.py", RESIDENT)
-    words = ["device_ids=cpu,cpu", "ddp.broadcast_buffers=true", "training.micro_batch_size=3", *SHORT]
+    words = [
+        "device_ids=cpu,cpu",
+        "ddp.broadcast_buffers=true",
+        "training.micro_batch_size=3",
+        *SHORT,
+    ]
     cases = {"never": ["checkpoint.every_steps=4"], "often": [SAVED, EVALUATED]}
     outputs = [project.run(f"name={name}", *words, *case) for name, case in cases.items()]
     project.rewind("often", 2, "resumed")
@@ -220,7 +244,9 @@ def test_buffers_that_ddp_broadcasts_depend_on_no_save_evaluation_or_resume(proj
 def test_evaluating_changes_no_buffer(project: Project) -> None:
     """Row 03 of the public cases, a further form: a queue that every forward fills, on one rank too."""
     project.append("model.py", CODED.replace("CONDITION", "True"))
-    project.run_many({"never": [*SHORT, "checkpoint.every_steps=4"], "often": [*SHORT, SAVED, EVALUATED]})
+    project.run_many(
+        {"never": [*SHORT, "checkpoint.every_steps=4"], "often": [*SHORT, SAVED, EVALUATED]}
+    )
     assert_same_weights(project, "never", "often")
 
 
@@ -230,9 +256,13 @@ def on_epoch_begin(model: nn.Module, epoch: int) -> None:
 """
 
 
-def test_batchnorm_that_is_frozen_later_has_the_same_statistics_on_all_ranks(project: Project) -> None:
+def test_batchnorm_that_is_frozen_later_has_the_same_statistics_on_all_ranks(
+    project: Project,
+) -> None:
     """Row 03 of the public cases, a further form: in eval mode, BatchNorm reads statistics that differ by rank."""
-    project.edit("model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()")
+    project.edit(
+        "model.py", "nn.Linear(6, 16), nn.Tanh()", "nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh()"
+    )
     project.append("model.py", FROZEN)
     words = [
         "device_ids=cpu,cpu",
@@ -248,7 +278,9 @@ def test_batchnorm_that_is_frozen_later_has_the_same_statistics_on_all_ranks(pro
     output += project.run("name=resumed", *words, *cases["often"])
     assert "differ between ranks" not in output
     for name in ("often", "resumed"):
-        pairs = zip(weights(project, "never", 7).values(), weights(project, name, 7).values(), strict=True)
+        pairs = zip(
+            weights(project, "never", 7).values(), weights(project, name, 7).values(), strict=True
+        )
         assert all(torch.equal(*pair) for pair in pairs), name
 
 
@@ -318,7 +350,9 @@ BEGINNINGS = {
 
 
 @pytest.mark.parametrize("devices", RANKS)
-def test_tables_that_forward_makes_or_enlarges_train_as_whole_ones(project: Project, devices: str) -> None:
+def test_tables_that_forward_makes_or_enlarges_train_as_whole_ones(
+    project: Project, devices: str
+) -> None:
     """Row 19 of the public cases. Further forms: a buffer enlarged in place, and tables as long as a rank's share."""
     text = (project.folder / "template_package" / "model.py").read_text(encoding="utf-8")
     former = text
@@ -329,16 +363,23 @@ def test_tables_that_forward_makes_or_enlarges_train_as_whole_ones(project: Proj
         former = new
         project.run(f"name={name}", *words)
     assert_same_weights(project, *BEGINNINGS)
-    losses = {name: [line["loss"] for line in project.lines(name, "validation")] for name in BEGINNINGS}
+    losses = {
+        name: [line["loss"] for line in project.lines(name, "validation")] for name in BEGINNINGS
+    }
     assert losses == dict.fromkeys(BEGINNINGS, losses["whole"])
 
 
 @pytest.mark.parametrize("devices", RANKS)
 def test_saved_buffer_that_forward_makes_is_refused(project: Project, devices: str) -> None:
     """Row 19 of the public cases: a run could not be resumed from a checkpoint that holds it."""
-    project.append("model.py", TABLES.replace("BEGIN", "pass").replace("GROW", MADE.replace(", persistent=False", "")))
+    project.append(
+        "model.py",
+        TABLES.replace("BEGIN", "pass").replace("GROW", MADE.replace(", persistent=False", "")),
+    )
     output = project.run(f"device_ids={devices}", code=2)
-    assert "model: forward made or resized the buffer table: " in output and "Traceback" not in output
+    assert (
+        "model: forward made or resized the buffer table: " in output and "Traceback" not in output
+    )
 
 
 GATHERED = """

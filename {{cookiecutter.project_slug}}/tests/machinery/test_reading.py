@@ -54,9 +54,18 @@ def test_batches_keep_their_types_on_their_way_to_the_device() -> None:
     }
     moved = move(batch, device)
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == "name"
-    assert moved["b"].ids.is_meta and moved["c"].values.is_meta and moved["c"].name == "name" and moved["e"] is None
-    assert moved["d"].data.is_meta and not moved["d"].batch_sizes.is_meta, "PackedSequence wants these on the CPU"
-    assert ones.device.type == "cpu" and batch["b"]["ids"] is ones, "the data set's own tensors stay where they were"
+    assert (
+        moved["b"].ids.is_meta
+        and moved["c"].values.is_meta
+        and moved["c"].name == "name"
+        and moved["e"] is None
+    )
+    assert moved["d"].data.is_meta and not moved["d"].batch_sizes.is_meta, (
+        "PackedSequence wants these on the CPU"
+    )
+    assert ones.device.type == "cpu" and batch["b"]["ids"] is ones, (
+        "the data set's own tensors stay where they were"
+    )
     with pytest.raises(ValueError, match="frozen dataclass"):
         move(FrozenImages(ones), device)
 
@@ -75,9 +84,14 @@ class WholeBatches(ProcessIds):
 
 
 def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> None:
-    table = type("Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"})()  # Hugging Face's: it decodes
+    table = type(
+        "Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"}
+    )()  # Hugging Face's: it decodes
     context = RankContext(devices=(torch.device("cuda"),))
-    workers = [BatchReader(each, TASK, LoaderConfig(), context, 0, "x").num_workers for each in (WholeBatches(), table)]
+    workers = [
+        BatchReader(each, TASK, LoaderConfig(), context, 0, "x").num_workers
+        for each in (WholeBatches(), table)
+    ]
     assert workers[0] == 0 < workers[1]
 
 
@@ -86,14 +100,20 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
-        next(EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read_first(2, 1)).request
+        next(
+            EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read_first(
+                2, 1
+            )
+        ).request
         for rank in range(2)
     ]
     assert [request.indices for request in first] == [[2, 5], [6, 3]]
 
 
 def test_workers_stay_from_one_evaluation_to_the_next() -> None:
-    loader = EvaluationLoader(ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation")
+    loader = EvaluationLoader(
+        ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation"
+    )
     seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
     next(loader.read(2))  # broken off, with batches that a worker has read ahead
@@ -103,15 +123,21 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
 @pytest.mark.parametrize("num_parts", [0, 2])
 def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
     """If only a garbage collection ended them, each run with workers would wait for them for seconds at its end."""
-    loader = EvaluationLoader(ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation")
+    loader = EvaluationLoader(
+        ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation"
+    )
     pids = {
-        int(pid) for batch, _ in (loader.read_first(4, num_parts) if num_parts else loader.read(4)) for pid in batch
+        int(pid)
+        for batch, _ in (loader.read_first(4, num_parts) if num_parts else loader.read(4))
+        for pid in batch
     }
     gc.disable()
     try:
         started_at = time.monotonic()
         del loader
         seconds = time.monotonic() - started_at
-        assert seconds < 4.0 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # torch would wait for 5
+        assert seconds < 4.0 and not [
+            pid for pid in pids if Path(f"/proc/{pid}").exists()
+        ]  # torch would wait for 5
     finally:
         gc.enable()

@@ -32,8 +32,20 @@ SCRIPT, BOTH = "Check it against my old script", "See both losses at each evalua
 SAMPLES = "See which samples a step read"
 SLOPES = "Put gradients by the inputs into the loss"
 SAME = ("Weight classes", "Draw rare classes more often", "Train a GAN", SLOPES)
-TRIED_BELOW = (NOTEBOOK, CROPS, SCRIPT, BOTH, SAMPLES, *SAME[:2])  # the GAN also here, as its page shows it
-WORDS = ["device_ids=cpu,cpu", "training.max_steps=12", "logging.every_steps=1", "logging.tracker=none"]
+TRIED_BELOW = (
+    NOTEBOOK,
+    CROPS,
+    SCRIPT,
+    BOTH,
+    SAMPLES,
+    *SAME[:2],
+)  # the GAN also here, as its page shows it
+WORDS = [
+    "device_ids=cpu,cpu",
+    "training.max_steps=12",
+    "logging.every_steps=1",
+    "logging.tracker=none",
+]
 GAN = ["evaluation.metric=generator", "evaluation.mode=min"]
 
 
@@ -49,7 +61,10 @@ def add(project: Project, title: str) -> None:
     parts = re.split(r"^# (\w+\.py).*\n", BLOCKS[title], flags=re.MULTILINE)[1:]
     assert parts, BLOCKS[title]
     for file, code in zip(parts[::2], parts[1::2], strict=True):
-        project.append(file, f"from typing import Any\n\nimport torch\n\n{code}" if file == "model.py" else code)
+        project.append(
+            file,
+            f"from typing import Any\n\nimport torch\n\n{code}" if file == "model.py" else code,
+        )
 
 
 def test_every_block_is_tried() -> None:
@@ -66,13 +81,26 @@ def test_recipe_trains_on_two_ranks(image_project: Project, title: str) -> None:
     assert [line["step"] for line in lines] == [*range(1, 13)]
     assert "Did you mean" not in output and "no mean over samples" not in output
     if title == "Add a second loss, and see both":
-        assert lines[-1]["loss"] > lines[-1]["cross_entropy"] > 0 and 0 <= lines[-1]["accuracy"] <= 1
+        assert (
+            lines[-1]["loss"] > lines[-1]["cross_entropy"] > 0 and 0 <= lines[-1]["accuracy"] <= 1
+        )
     if title == "Predict on new inputs":
         numpy.save(image_project.folder / "new.npy", numpy.full((3, 8, 8), 8.0))
         image_project.run("predict", "new.npy", "device_ids=cpu,cpu")
-        rows = (image_project.directory("baseline") / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-        assert [json.loads(row)["input"] for row in rows] == ["new.npy[0]", "new.npy[1]", "new.npy[2]"]
-        assert all(0.1 <= json.loads(row)["probability"] <= 1 and json.loads(row)["label"] in range(10) for row in rows)
+        rows = (
+            (image_project.directory("baseline") / "predictions.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
+        assert [json.loads(row)["input"] for row in rows] == [
+            "new.npy[0]",
+            "new.npy[1]",
+            "new.npy[2]",
+        ]
+        assert all(
+            0.1 <= json.loads(row)["probability"] <= 1 and json.loads(row)["label"] in range(10)
+            for row in rows
+        )
     if title == "Log images":
         assert list(image_project.directory("baseline").glob("media/*kernels.png"))
     if title == "Show samples that the model gets wrong":
@@ -85,7 +113,12 @@ def test_recipe_gives_the_same_on_one_and_two_ranks(image_project: Project, titl
     if "GAN" in title:  # each rank draws noise of its own; here it follows from the images
         noise = "torch.randn(len(batch.inputs), 16, device=batch.inputs.device)"
         image_project.edit("model.py", noise, "batch.inputs.flatten(1)[:, 20:36]")
-    words = ["training.global_batch_size=63", "model.dropout=0", *WORDS[1:], *(GAN if "GAN" in title else [])]
+    words = [
+        "training.global_batch_size=63",
+        "model.dropout=0",
+        *WORDS[1:],
+        *(GAN if "GAN" in title else []),
+    ]
     for devices in ("cpu", "cpu,cpu"):
         output = image_project.run(f"device_ids={devices}", *words, f"name=on-{devices.count(',')}")
         assert "Did you mean" not in output and "no mean over samples" not in output
@@ -95,7 +128,11 @@ def test_recipe_gives_the_same_on_one_and_two_ranks(image_project: Project, titl
 
 def test_notebook_recipe_trains(image_project: Project) -> None:
     code = BLOCKS[NOTEBOOK] + "assert exit_code == 0\n"
-    words = [sys.executable, "-c", code]  # as in a notebook, __main__ is no file that ranks could import
+    words = [
+        sys.executable,
+        "-c",
+        code,
+    ]  # as in a notebook, __main__ is no file that ranks could import
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
     assert image_project.json("notebook", "summary.json")["steps"] == 4
 
@@ -109,7 +146,12 @@ def test_both_losses_are_those_of_their_parts(image_project: Project) -> None:
     }
     for file, code in blocks:
         image_project.append(file, imports[file] + code)
-    words = ["evaluation.metric=val_loss", "evaluation.mode=min", "data.shift_probability=0", *WORDS]
+    words = [
+        "evaluation.metric=val_loss",
+        "evaluation.mode=min",
+        "data.shift_probability=0",
+        *WORDS,
+    ]
     image_project.run(*words)
     line = image_project.lines("baseline", "validation")[-1]
     assert line["loss"] == pytest.approx((line["train_loss"] + line["val_loss"]) / 2, rel=1e-5)
@@ -125,7 +167,12 @@ def test_both_losses_are_those_of_their_parts(image_project: Project) -> None:
 def test_old_script_has_the_losses_of_the_project(image_project: Project, devices: str) -> None:
     words = [sys.executable, "-c", BLOCKS[SCRIPT]]
     script = subprocess.run(
-        words, cwd=image_project.folder, env=clean_environment(), check=True, capture_output=True, text=True
+        words,
+        cwd=image_project.folder,
+        env=clean_environment(),
+        check=True,
+        capture_output=True,
+        text=True,
     )
     losses = [float(line) for line in script.stdout.split()]
     section = TEXT[TEXT.index(f"## {SCRIPT}") :]
@@ -133,8 +180,14 @@ def test_old_script_has_the_losses_of_the_project(image_project: Project, device
     assert command is not None
     image_project.run(*command[1].replace("\\", "").split(), f"device_ids={devices}")
     new = [line["loss"] for line in image_project.lines("new")]
-    assert new[:5] == pytest.approx(losses[:5], rel=1e-4)  # 1e-7 was seen; then AdamW magnifies rounding, to 0.005
-    assert len(losses) == 40 and losses[-1] < 0.9 * losses[0] and new == pytest.approx(losses, rel=0.05)
+    assert new[:5] == pytest.approx(
+        losses[:5], rel=1e-4
+    )  # 1e-7 was seen; then AdamW magnifies rounding, to 0.005
+    assert (
+        len(losses) == 40
+        and losses[-1] < 0.9 * losses[0]
+        and new == pytest.approx(losses, rel=0.05)
+    )
 
 
 def test_samples_of_a_step_are_found(image_project: Project) -> None:
@@ -144,19 +197,29 @@ def test_samples_of_a_step_are_found(image_project: Project) -> None:
     step = re.search(r"the loss of step (\d+)", output)
     assert step is not None, output
     words = [sys.executable, "-c", BLOCKS[SAMPLES].replace("STEP = 16", f"STEP = {step[1]}")]
-    found = subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True, stdout=subprocess.PIPE)
+    found = subprocess.run(
+        words, cwd=image_project.folder, env=clean_environment(), check=True, stdout=subprocess.PIPE
+    )
     assert found.stdout.split() == [b"7"]
 
 
 def test_crops_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
     numpy.arange(1000, dtype=numpy.uint16).tofile(tmp_path / "train.bin")
-    names: dict[str, Any] = {"numpy": numpy, "torch": torch, "Dataset": Dataset, "Batch": lambda *parts: parts}
+    names: dict[str, Any] = {
+        "numpy": numpy,
+        "torch": torch,
+        "Dataset": Dataset,
+        "Batch": lambda *parts: parts,
+    }
     exec(BLOCKS[CROPS], names)
     crops = names["Crops"](str(tmp_path / "train.bin"), 8)
 
     def starts(*pieces: list[int]) -> list[int]:
         fetcher = Fetcher(crops, find_task(), seed=1)
-        batches = [fetcher[Request(0, piece, piece, len(piece), 1.0, is_last=True)].batch for piece in pieces]
+        batches = [
+            fetcher[Request(0, piece, piece, len(piece), 1.0, is_last=True)].batch
+            for piece in pieces
+        ]
         for inputs, targets in batches:
             assert torch.equal(inputs + 1, targets) and inputs.shape[1] == 8
         return [int(row[0]) for inputs, _ in batches for row in inputs]

@@ -32,7 +32,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.addresses += [
-            value or "" for name, value in attrs if "src" in name or ("href" in name and (value or "")[:1] != "#")
+            value or ""
+            for name, value in attrs
+            if "src" in name or ("href" in name and (value or "")[:1] != "#")
         ]
 
     def handle_data(self, data: str) -> None:
@@ -52,7 +54,16 @@ def make_run(folder: Path, name: str, *, seed: int, rate: float, loss: float) ->
         {"split": "train", "step": step, "epoch": 1, "loss": loss + 1 / step, "learning_rate": rate}
         for step in (1, 2, 3)
     ]
-    lines.append({"split": "validation", "step": 3, "epoch": 1, "loss": loss, "accuracy": 0.5, "num_samples": 9})
+    lines.append(
+        {
+            "split": "validation",
+            "step": 3,
+            "epoch": 1,
+            "loss": loss,
+            "accuracy": 0.5,
+            "num_samples": 9,
+        }
+    )
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "metrics.jsonl").write_text(text, encoding="utf-8")
     return directory
@@ -63,22 +74,36 @@ def test_report_of_a_real_run_holds_its_numbers(project: Project) -> None:
     project.run("name=a", "training.epochs=2", "logging.report=true")
     project.run("name=b", "training.epochs=1", "seed=7")
     project.run("name=b", "training.epochs=2", "seed=7", "logging.report=true")
-    assert "Resumed 1 time (after step 7), asked to stop 0 times." in Page(project.directory("b") / "report.html").text
+    assert (
+        "Resumed 1 time (after step 7), asked to stop 0 times."
+        in Page(project.directory("b") / "report.html").text
+    )
     assert "Resumed 0 times" in Page(project.directory("a") / "report.html").text
     printed = project.run("report", "a")
     assert printed.strip() == "runs/a/report.html"
     page = Page(project.directory("a") / "report.html")
     summary = project.json("a", "summary.json")
-    for number in (summary["best"]["loss"], summary["train_seconds"], summary["samples_per_second"]):
+    for number in (
+        summary["best"]["loss"],
+        summary["train_seconds"],
+        summary["samples_per_second"],
+    ):
         assert f" {number:.5g} " in page.text
-    assert all(title in page.text for title in ("loss", "absolute_error", "learning_rate", "samples_per_second"))
+    assert all(
+        title in page.text
+        for title in ("loss", "absolute_error", "learning_rate", "samples_per_second")
+    )
     assert page.tags.count("svg") == 4 and "script" not in page.tags and page.addresses == []
     assert re.search(r"optimizer.learning_rate\s+0.01\s+0.003", page.text), "value and default"
 
     assert project.run("report", "a", "b").strip() == "runs/report.html"
     both = Page(project.folder / "runs" / "report.html")
-    assert all(f"{project.json(name, 'summary.json')['best']['loss']:.5g}" in both.text for name in "ab")
-    assert re.search(r"status\s+best loss\s+seed\s+a\s+complete", both.text), "they differ in the seed alone"
+    assert all(
+        f"{project.json(name, 'summary.json')['best']['loss']:.5g}" in both.text for name in "ab"
+    )
+    assert re.search(r"status\s+best loss\s+seed\s+a\s+complete", both.text), (
+        "they differ in the seed alone"
+    )
     assert "Means over seeds" in both.text
     output = project.run("report", "c", code=2)
     assert output == "error: runs/c: holds no run. Name one or more of: a, b.\n"
@@ -92,26 +117,36 @@ def test_curves_are_those_of_the_lines(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == [1.5, 1.0, 0.5 + 1 / 3]
     write_report([directory], tmp_path / "report.html")
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
-    curve = re.search(r'<g id="line2d_\d+">\s+<path d="(M [^"]+)"[^>]*stroke: #0072b2', source, re.DOTALL)
+    curve = re.search(
+        r'<g id="line2d_\d+">\s+<path d="(M [^"]+)"[^>]*stroke: #0072b2', source, re.DOTALL
+    )
     assert curve is not None, "the training loss"
     heights = [float(point.split()[1]) for point in re.split("[ML] ", curve[1])[1:]]
-    assert (heights[1] - heights[0]) / (heights[2] - heights[0]) == pytest.approx(0.5 / (1.5 - 0.5 - 1 / 3), rel=1e-3)
+    assert (heights[1] - heights[0]) / (heights[2] - heights[0]) == pytest.approx(
+        0.5 / (1.5 - 0.5 - 1 / 3), rel=1e-3
+    )
 
 
 def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
     directory = make_run(tmp_path, "a", seed=1, rate=0.1, loss=0.5)
     config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-    (directory / "config.yaml").write_text(yaml.safe_dump({**config, "data": {EVIL: EVIL}}), encoding="utf-8")
+    (directory / "config.yaml").write_text(
+        yaml.safe_dump({**config, "data": {EVIL: EVIL}}), encoding="utf-8"
+    )
     (directory / "environment.json").write_text(json.dumps({EVIL: [EVIL]}), encoding="utf-8")
     with (directory / "metrics.jsonl").open("a", encoding="utf-8") as file:
         line = {"split": "validation", "step": 3, "epoch": 1, EVIL: 1.0, "$\\frac{": 2.0, "実験": 3}
         file.write(json.dumps(line) + "\n")
     (directory / "reports").mkdir()
     report = {"title": EVIL, "label_names": [EVIL, "b"], "confusion_matrix": [[1, 2], [0, 4]]}
-    (directory / "reports" / "validation_best.json").write_text(json.dumps(report), encoding="utf-8")
+    (directory / "reports" / "validation_best.json").write_text(
+        json.dumps(report), encoding="utf-8"
+    )
     (directory / "media").mkdir()
     for step in (1, 20, 300, 4000):
-        (directory / "media" / f"step_{step:08d}_a_b.txt").write_text(f"{EVIL} number {step}", encoding="utf-8")
+        (directory / "media" / f"step_{step:08d}_a_b.txt").write_text(
+            f"{EVIL} number {step}", encoding="utf-8"
+        )
     image = b"\x89PNG: no test looks into it"
     (directory / "media" / "step_00000020_<i>.png").write_bytes(image)
     other = make_run(tmp_path, EVIL.replace("/", "_"), seed=2, rate=0.1, loss=0.6)
@@ -120,8 +155,14 @@ def test_nothing_from_the_files_becomes_markup(tmp_path: Path) -> None:
 
     page = Page(tmp_path / "one.html")
     assert "script" not in page.tags and "i" not in page.tags
-    assert page.text.count(EVIL) >= 8 and "$\\frac{" in page.text and "実験" in unescape(page.source)
-    assert [step for step in (1, 20, 300, 4000) if f"number {step}" in page.text] == [20, 300, 4000], "the newest three"
+    assert (
+        page.text.count(EVIL) >= 8 and "$\\frac{" in page.text and "実験" in unescape(page.source)
+    )
+    assert [step for step in (1, 20, 300, 4000) if f"number {step}" in page.text] == [
+        20,
+        300,
+        4000,
+    ], "the newest three"
     assert page.addresses == ["data:image/png;base64," + base64.b64encode(image).decode()]
     assert "script" not in Page(tmp_path / "two.html").tags
 

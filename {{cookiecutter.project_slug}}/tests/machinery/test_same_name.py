@@ -40,9 +40,18 @@ def test_complete_run_names_the_key_that_ended_it(project: Project) -> None:
     assert "before training.max_steps" not in project.run("name=steps", "training.max_steps=9")
     told = project.run("name=epochs", "training.max_steps=9", "training.epochs=1")
     assert "training.epochs=1 ends at step 7, before training.max_steps" in told
-    assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=9")
-    assert "To train on, raise training.max_steps" in project.run("name=steps", "training.max_steps=8")
-    words = ("name=early", "training.early_stopping_epochs=1", "optimizer.learning_rate=0", "optimizer.weight_decay=0")
+    assert "To train on, raise training.max_steps" in project.run(
+        "name=steps", "training.max_steps=9"
+    )
+    assert "To train on, raise training.max_steps" in project.run(
+        "name=steps", "training.max_steps=8"
+    )
+    words = (
+        "name=early",
+        "training.early_stopping_epochs=1",
+        "optimizer.learning_rate=0",
+        "optimizer.weight_decay=0",
+    )
     project.run(*words)
     assert "To train on, raise training.early_stopping_epochs" in project.run(*words)
 
@@ -53,7 +62,10 @@ def test_run_killed_before_its_summary_is_finished(project: Project) -> None:
     (project.directory("run") / "model.safetensors").unlink()
     before = project.lines("run")
     project.run()
-    assert project.json("run", "summary.json")["status"] == "complete" and project.lines("run") == before
+    assert (
+        project.json("run", "summary.json")["status"] == "complete"
+        and project.lines("run") == before
+    )
     assert (project.directory("run") / "model.safetensors").exists()
 
 
@@ -66,7 +78,9 @@ def test_run_that_goes_on_is_not_complete_before_its_new_end(project: Project) -
     process.kill()
     process.communicate()
     assert not (project.directory("run") / "summary.json").exists(), "it told of the end at step 21"
-    (project.directory("run") / "summary.json").touch()  # as an older version, or a disk, may leave it
+    (
+        project.directory("run") / "summary.json"
+    ).touch()  # as an older version, or a disk, may leave it
     project.run("training.epochs=4")
     assert project.json("run", "summary.json")["steps"] == 28
 
@@ -74,22 +88,33 @@ def test_run_that_goes_on_is_not_complete_before_its_new_end(project: Project) -
 def test_branch_of_another_run_has_its_own_settings_and_its_own_best(project: Project) -> None:
     project.run()
     source = project.directory("run") / "checkpoints" / "step_00000014.pt"
-    branch = ("name=branch", f"checkpoint.resume={source}", "optimizer.learning_rate=0.001", "optimizer.betas=0.5,0.9")
+    branch = (
+        "name=branch",
+        f"checkpoint.resume={source}",
+        "optimizer.learning_rate=0.001",
+        "optimizer.betas=0.5,0.9",
+    )
     project.run(*branch)
     lines = project.lines("branch")
     assert [line["step"] for line in lines] == list(range(15, 22))
-    assert max(line["learning_rate"] for line in lines) <= 0.001, "the branch's own, not that of the run it left"
+    assert max(line["learning_rate"] for line in lines) <= 0.001, (
+        "the branch's own, not that of the run it left"
+    )
     end = project.checkpoint("branch", 21)
     assert all(list(group["betas"]) == [0.5, 0.9] for group in end["optimizer"]["param_groups"])
     assert end["best"]["step"] > 14, "its own best"
     other = project.run(*branch[:2], "name=other", "optimizer.name=sgd", code=2)
-    assert "optimizer.name: adamw -> sgd" in other and f"checkpoint.initial_weights={source}" in other
+    assert (
+        "optimizer.name: adamw -> sgd" in other and f"checkpoint.initial_weights={source}" in other
+    )
 
 
 def test_steps_of_another_batch_size_are_counted_anew(project: Project) -> None:
     project.run("checkpoint.every_steps=1")  # 103 samples in 7 steps an epoch
     source = project.directory("run") / "checkpoints" / "step_00000010.pt"
-    output = project.run("name=branch", f"checkpoint.resume={source}", "training.global_batch_size=32")
+    output = project.run(
+        "name=branch", f"checkpoint.resume={source}", "training.global_batch_size=32"
+    )
     assert "resuming after step 5 of 12" in output  # 4 steps an epoch
     summary = project.json("branch", "summary.json")
     assert (summary["epochs"], summary["steps"]) == (3, 12)
@@ -107,17 +132,26 @@ def test_best_checkpoint_is_taken_where_it_is_the_only_one(project: Project) -> 
     project.run(*words)
     best = project.json("run", "summary.json")["best"]["step"]
     project.rewind("run", 0, "resumed")
-    assert "checkpoint.resume=never" in project.run(*words, "name=resumed", "checkpoint.resume=never", code=2)
+    assert "checkpoint.resume=never" in project.run(
+        *words, "name=resumed", "checkpoint.resume=never", code=2
+    )
     missing = project.run(*words, "name=other", "checkpoint.resume=no.pt", code=2)
-    assert "error: checkpoint.resume=no.pt cannot be used ([Errno 2] No such file or directory" in missing
-    assert "learning_rate: 0.01 -> 1.0" in project.run(*words, "name=resumed", "optimizer.learning_rate=1", code=2)
+    assert (
+        "error: checkpoint.resume=no.pt cannot be used ([Errno 2] No such file or directory"
+        in missing
+    )
+    assert "learning_rate: 0.01 -> 1.0" in project.run(
+        *words, "name=resumed", "optimizer.learning_rate=1", code=2
+    )
     (project.directory("resumed") / "summary.json").unlink()  # a killed run has none
     assert best == 21 or f"resuming after step {best}" in project.run(*words, "name=resumed")
     project.run(*words, "name=resumed")
     assert_equal(project.checkpoint("run", 21), project.checkpoint("resumed", 21))
 
 
-def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_too(project: Project) -> None:
+def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_too(
+    project: Project,
+) -> None:
     project.run("evaluation.every_epochs=3")
     project.rewind("run", 0, "resumed")
     (project.directory("resumed") / "summary.json").unlink()
@@ -127,9 +161,16 @@ def test_run_that_was_killed_after_its_last_best_checkpoint_gets_the_last_one_to
 
 def test_run_is_not_continued_on_fewer_samples(project: Project) -> None:
     project.run("training.epochs=2")
-    project.edit("dataset.py", "kind(config, config.num_samples, 1", "kind(config, config.num_samples - 13, 1")
+    project.edit(
+        "dataset.py",
+        "kind(config, config.num_samples, 1",
+        "kind(config, config.num_samples - 13, 1",
+    )
     output = project.run(code=2)
-    assert "name=run: was begun with 103 training samples, and there are 90 now" in output and "name=…" in output
+    assert (
+        "name=run: was begun with 103 training samples, and there are 90 now" in output
+        and "name=…" in output
+    )
     # A checkpoint of an older version does not hold its data's length. Its steps keep their numbers.
     state = project.checkpoint("run", 14)
     del state["early_stopping"]["num_samples"]
@@ -150,7 +191,10 @@ def test_checkpoint_of_a_model_that_was_changed_since_is_refused(project: Projec
     project.run("training.max_steps=2")
     project.edit("model.py", "nn.Linear(16, 16)", "nn.Linear(16, 16, bias=False)")
     output = project.run("training.max_steps=4", code=2)
-    assert "name=run: does not fit the model in 1 tensors: 3.bias: torch.Size([16]) in the file, None" in output
+    assert (
+        "name=run: does not fit the model in 1 tensors: 3.bias: torch.Size([16]) in the file, None"
+        in output
+    )
     assert "Traceback" not in output
 
 
@@ -175,7 +219,10 @@ def test_file_that_a_killed_process_left_half_written_is_removed(project: Projec
 
 
 def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Project) -> None:
-    project.append("training/checkpoint.py", "def find_run(*_: Any, **__: Any) -> dict[str, Any]:\n    return {}")
+    project.append(
+        "training/checkpoint.py",
+        "def find_run(*_: Any, **__: Any) -> dict[str, Any]:\n    return {}",
+    )
     output = project.run("smoke", code=1)
     assert "smoke test: FAILED" in output and "the second run did not resume after step 2" in output
     assert [path.name for path in (project.folder / ".smoke").iterdir()] == ["log.txt"]
@@ -183,31 +230,49 @@ def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Pro
 
 def test_field_marked_as_free_may_change_and_others_not(project: Project) -> None:
     project.edit(
-        "model.py", "dropout: float = 0.0", "dropout: float = field(default=0.0, metadata={'decisive': False})"
+        "model.py",
+        "dropout: float = 0.0",
+        "dropout: float = field(default=0.0, metadata={'decisive': False})",
     )
-    project.edit("model.py", "from dataclasses import dataclass", "from dataclasses import dataclass, field")
+    project.edit(
+        "model.py", "from dataclasses import dataclass", "from dataclasses import dataclass, field"
+    )
     project.run("training.epochs=1")
     project.run("training.epochs=2", "model.dropout=0.1")
     assert project.lines("run")[-1]["step"] == 14
-    assert "model.dtype: float32 -> float64" in project.run("training.epochs=3", "model.dtype=float64", code=2)
+    assert "model.dtype: float32 -> float64" in project.run(
+        "training.epochs=3", "model.dtype=float64", code=2
+    )
 
 
-def test_run_goes_on_and_is_evaluated_after_a_field_was_gained_and_another_lost(project: Project) -> None:
+def test_run_goes_on_and_is_evaluated_after_a_field_was_gained_and_another_lost(
+    project: Project,
+) -> None:
     project.run("training.epochs=1", "model.seconds_per_step=0.001")
     project.edit("model.py", "    seconds_per_step: float = 0.0", "    width: int = 7")
     project.edit("model.py", "config.seconds_per_step if module.training", "0 if module.training")
     project.run("evaluate")
     output = project.run("training.epochs=2")
-    assert "model.width: (none) -> 7" in output and "model.seconds_per_step: 0.001 -> (none)" in output
+    assert (
+        "model.width: (none) -> 7" in output and "model.seconds_per_step: 0.001 -> (none)" in output
+    )
     assert project.lines("run")[-1]["step"] == 14
     assert "model.width: 7 -> 8" in project.run("training.epochs=3", "model.width=8", code=2)
 
 
 def test_evaluate_takes_the_runs_own_config_and_typed_words_on_top(project: Project) -> None:
-    project.run("name=wide", "training.epochs=1", "model.dtype=float64", "data.dtype=float64", "data.num_validation=21")
+    project.run(
+        "name=wide",
+        "training.epochs=1",
+        "model.dtype=float64",
+        "data.dtype=float64",
+        "data.num_validation=21",
+    )
     printed = project.run("evaluate", "name=wide", "evaluation.checkpoint=last")
     assert "validation split (21 samples)" in printed and "trained with other values" not in printed
-    assert "data.num_validation: 21 -> 22" in project.run("evaluate", "name=wide", "data.num_validation=22")
+    assert "data.num_validation: 21 -> 22" in project.run(
+        "evaluate", "name=wide", "data.num_validation=22"
+    )
     weights = project.directory("wide") / "model.safetensors"
     loss = float(printed.partition("loss ")[2].partition(",")[0])
     for words in ([], ["device_ids=cpu,cpu"]):

@@ -58,7 +58,11 @@ def tell_group(project: Project, number: int) -> None:
 def tell_every_process(project: Project, number: int) -> None:
     """Send the signal to the launcher, to both ranks and to their loader workers."""
     ranks = [pid_of(project, 0), pid_of(project, 1)]
-    for pid in (*(worker for rank in ranks for worker in children(rank)), *ranks, project.session.pid):
+    for pid in (
+        *(worker for rank in ranks for worker in children(rank)),
+        *ranks,
+        project.session.pid,
+    ):
         os.kill(pid, number)
 
 
@@ -72,23 +76,35 @@ def pid_of(project: Project, rank: int) -> int:
 
 
 @pytest.mark.parametrize("phase", ["training", "evaluation", "saving"])
-def test_run_saves_and_continues_whichever_process_is_told_in_whichever_phase(project: Project, phase: str) -> None:
+def test_run_saves_and_continues_whichever_process_is_told_in_whichever_phase(
+    project: Project, phase: str
+) -> None:
     words = (*WORDS, *(["evaluation.every_steps=1"] if phase == "evaluation" else []))
     project.run(*words, "name=undisturbed")
     if phase == "saving":
         project.edit(*SLOW_SAVE)
     elif phase == "evaluation":
         (project.folder / "seconds_per_evaluation").write_text("0.05", encoding="utf-8")
-    targets: list[Callable[[Project, int], None]] = [tell_one_rank, tell_launcher, tell_group, tell_every_process]
+    targets: list[Callable[[Project, int], None]] = [
+        tell_one_rank,
+        tell_launcher,
+        tell_group,
+        tell_every_process,
+    ]
     stopped_after = [0]
     numbers = [signal.SIGTERM, signal.SIGUSR1] * 2
-    numbers = [*numbers[phase == "evaluation" :][:3], signal.SIGTERM]  # workers ignore the others in any case
+    numbers = [
+        *numbers[phase == "evaluation" :][:3],
+        signal.SIGTERM,
+    ]  # workers ignore the others in any case
     for tell, number in zip(targets, numbers, strict=True):
         with signalled(project, tell, number, after_lines=1, after_seconds=0.1) as sent:
             output = project.run(*words, code=143)
         assert time.monotonic() - sent[0] < LIMIT_SECONDS, output
         step = project.lines("run")[-1]["step"]
-        assert stopped_after[-1] < step < NUM_STEPS, "it has continued from there, and has not reached its end"
+        assert stopped_after[-1] < step < NUM_STEPS, (
+            "it has continued from there, and has not reached its end"
+        )
         saved = project.checkpoint("run", step)
         assert saved["step"] == step and project.json("run", "summary.json")["status"] == "stopped"
         assert phase != "evaluation" or saved["early_stopping"]["is_evaluation_pending"]
@@ -111,7 +127,9 @@ def test_rank_that_is_asked_before_it_can_stop_stops_as_soon_as_it_can(project: 
         log = project.directory("run") / "logs" / f"rank_{last_rank}.log"
         while (project.folder / "waits").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        while not (log.exists() and "pid=" in log.read_text("utf-8")) and time.monotonic() < deadline:
+        while (
+            not (log.exists() and "pid=" in log.read_text("utf-8")) and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         os.kill(pid_of(project, last_rank), number)
         output = "".join(process.communicate(timeout=60))
@@ -141,7 +159,12 @@ def compute_loss(model, batch):
 
 
 def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Project) -> None:
-    words = ("device_ids=cpu,cpu", "training.max_steps=4", "evaluation.micro_batch_size=1", "logging.every_steps=4")
+    words = (
+        "device_ids=cpu,cpu",
+        "training.max_steps=4",
+        "evaluation.micro_batch_size=1",
+        "logging.every_steps=4",
+    )
     (project.folder / "seconds_per_evaluation").write_text("0.1", encoding="utf-8")
     with signalled(project, tell_launcher, signal.SIGTERM, after_lines=1, after_seconds=0.5):
         project.run(*words, code=143)
@@ -149,7 +172,9 @@ def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Pro
     assert stopped["early_stopping"]["is_evaluation_pending"]
     (project.folder / "seconds_per_evaluation").unlink()
     project.run(*words)
-    rates = [group["lr"] for group in project.checkpoint("run", 4)["optimizer"]["param_groups"]]  # no step was made
+    rates = [
+        group["lr"] for group in project.checkpoint("run", 4)["optimizer"]["param_groups"]
+    ]  # no step was made
     assert rates == [group["lr"] for group in stopped["optimizer"]["param_groups"]]
     assert "run run is complete" in project.run(*words)
     assert [line["step"] for line in project.lines("run", "validation")] == [4]
@@ -190,7 +215,10 @@ def test_ctrl_c_that_ends_the_reader_of_the_console_too_saves(project: Project) 
     while num_lines(project) < 2:
         assert process.poll() is None
         time.sleep(0.02)
-    for stream in (process.stdout, process.stderr):  # as Ctrl-C does in `python run.py 2>&1 | tee log`
+    for stream in (
+        process.stdout,
+        process.stderr,
+    ):  # as Ctrl-C does in `python run.py 2>&1 | tee log`
         assert stream is not None
         stream.close()
     process.send_signal(signal.SIGINT)
@@ -211,7 +239,9 @@ def test_two_ctrl_c_do_not_wait_for_a_loader_worker(project: Project) -> None:
     assert process.returncode == 130 and "Traceback" not in errors
 
 
-def test_only_rank_that_is_asked_in_the_step_in_which_memory_runs_out_does_not_begin_again(project: Project) -> None:
+def test_only_rank_that_is_asked_in_the_step_in_which_memory_runs_out_does_not_begin_again(
+    project: Project,
+) -> None:
     words = ("model.fault=memory_later", "model.fault_rank=0", "model.seconds_per_step=1.0")
     process, deadline = project.start(*words), time.monotonic() + 60
     while num_lines(project) < 2 and time.monotonic() < deadline:
@@ -219,21 +249,27 @@ def test_only_rank_that_is_asked_in_the_step_in_which_memory_runs_out_does_not_b
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     output = "".join(process.communicate(timeout=60))
-    assert process.returncode == 143 and "trying 8" in output and "starting again" not in output, output
+    assert process.returncode == 143 and "trying 8" in output and "starting again" not in output, (
+        output
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # six starts one after the other
-def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_all(project: Project) -> None:
+def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_all(
+    project: Project,
+) -> None:
     options = "--nproc-per-node=2 --standalone --signals-to-handle=SIGTERM,SIGUSR1"
     words = (*WORDS, "evaluation.every_steps=1")
     project.run(*words, "name=undisturbed")
-    for number, seconds in ((signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.05), (0, 0.0)):  # the second in an evaluation
+    for number, seconds in (
+        (signal.SIGUSR1, 0.0),
+        (signal.SIGTERM, 0.05),
+        (0, 0.0),
+    ):  # the second in an evaluation
         (project.folder / "seconds_per_evaluation").write_text(str(seconds), encoding="utf-8")
         wanted = num_lines(project) + 1
-        restarts = (
-            f"--max-restarts={2 if number else 0}"  # the agent starts again when a rank ends, not when it gets a signal
-        )
+        restarts = f"--max-restarts={2 if number else 0}"  # the agent, told, does not start again
         torchrun = [sys.executable, "-m", "torch.distributed.run", *options.split(), restarts]
         process = project.start(*words, command=torchrun)
         while num_lines(project) < wanted:
@@ -293,7 +329,11 @@ def signalled(
     Yield a list to which the time of the call is appended.
     """
     project.session.start()
-    wanted, deadline, sent = num_lines(project, name) + after_lines, time.monotonic() + 60, list[float]()
+    wanted, deadline, sent = (
+        num_lines(project, name) + after_lines,
+        time.monotonic() + 60,
+        list[float](),
+    )
 
     def send() -> None:
         while num_lines(project, name) < wanted and time.monotonic() < deadline:

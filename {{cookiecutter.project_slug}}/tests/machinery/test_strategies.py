@@ -37,11 +37,19 @@ STRATEGIES = [
     if (ROOT / PACKAGE / "strategies" / f"{name}.py").exists() and find_spec(library)
 ]
 MARKED = [
-    pytest.param(name, marks=pytest.mark.skipif(name not in STRATEGIES, reason=f"{library} or the file is not there"))
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name not in STRATEGIES, reason=f"{library} or the file is not there"
+        ),
+    )
     for name, library in LIBRARIES.items()
 ]
 SINGLE = "single"  # one process on one device, which all others must equal
-DEVICES = {SINGLE: "cpu", "data_parallel": "cpu"}  # the others: two ranks; torch has DataParallel on GPUs only
+DEVICES = {
+    SINGLE: "cpu",
+    "data_parallel": "cpu",
+}  # the others: two ranks; torch has DataParallel on GPUs only
 
 MAX_NORM = 0.5
 # 103 samples in global batches of 16, the last of 7: two ranks have unequal shares then, and two micro-batches before.
@@ -58,7 +66,10 @@ CASES = {
     "bf16": ["training.precision=bf16"],
     "random": list(RANDOM),
     "small": ["training.global_batch_size=1"],  # one of the ranks has no sample
-    "weighted": ["model.is_weighted=true", "data.max_length=9"],  # a loss_weight, unequal between ranks
+    "weighted": [
+        "model.is_weighted=true",
+        "data.max_length=9",
+    ],  # a loss_weight, unequal between ranks
 }
 LOSS_WEIGHT = "def loss_weight(batch: Batch) -> Tensor:\n    return batch.lengths.sum()"
 """The weight is the number of samples, because all lengths are 1, except in the case `weighted`."""
@@ -79,7 +90,9 @@ class Runs:
         """Return the project in which the cases of `strategy` have been trained, as runs named "<strategy>-<case>"."""
         if strategy not in self._trained:
             self._trained.add(strategy)
-            self.project.run_many({f"{strategy}-{case}": [*words(strategy), *more] for case, more in CASES.items()})
+            self.project.run_many(
+                {f"{strategy}-{case}": [*words(strategy), *more] for case, more in CASES.items()}
+            )
         return self.project
 
 
@@ -111,9 +124,13 @@ def test_trains_as_one_process(runs: Runs, strategy: str, case: str) -> None:
     assert summary["strategy"] == strategy and summary["steps"] == 20
     assert summary["num_devices"] == len(words(strategy)[1].split(","))
     for key in ("loss", "gradient_norm"):
-        assert figures(project, name, key) == pytest.approx(figures(project, reference, key), rel=SAME_RUN), key
+        assert figures(project, name, key) == pytest.approx(
+            figures(project, reference, key), rel=SAME_RUN
+        ), key
     norms = figures(project, name, "gradient_norm")
-    assert sum(norm > MAX_NORM for norm in norms) >= 5 and max(norms) > 2 * MAX_NORM, "clipping must matter"
+    assert sum(norm > MAX_NORM for norm in norms) >= 5 and max(norms) > 2 * MAX_NORM, (
+        "clipping must matter"
+    )
     weights = project.checkpoint(reference, 20)["model"]
     trained = project.checkpoint(name, 20)["model"]
     assert trained.keys() == weights.keys() and len(weights) == 6
@@ -121,7 +138,9 @@ def test_trains_as_one_process(runs: Runs, strategy: str, case: str) -> None:
         torch.testing.assert_close(trained[key], weight, rtol=SAME_RUN, atol=SAME_RUN)
 
 
-@pytest.mark.parametrize("num_samples", [37, 1])  # 37 in batches of 5 divide nowhere; of 1, a rank has none
+@pytest.mark.parametrize(
+    "num_samples", [37, 1]
+)  # 37 in batches of 5 divide nowhere; of 1, a rank has none
 @pytest.mark.parametrize("strategy", MARKED)
 def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> None:
     path = runs.of(SINGLE).directory(f"{SINGLE}-fp32") / "checkpoints" / "step_00000010.pt"
@@ -133,7 +152,10 @@ def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> Non
         results.append(runs.project.json(f"{other}-evaluated", "evaluation.json"))
     expected, result = results
     assert result["num_samples"] == num_samples
-    for key in ("loss", "absolute_error"):  # float32 errors of each sample, added up in another order
+    for key in (
+        "loss",
+        "absolute_error",
+    ):  # float32 errors of each sample, added up in another order
         assert result[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
@@ -143,18 +165,35 @@ def test_goes_on_from_a_checkpoint_of_any_strategy(runs: Runs, strategy: str) ->
     cases = {}
     for writer in writers:
         for precision in NEXT_LOSSES:
-            path = runs.of(writer).directory(f"{writer}-{precision}") / "checkpoints" / "step_00000010.pt"
-            more = [f"checkpoint.resume={path}", "training.max_steps=12", "evaluation.every_epochs=null"]
-            cases[f"{strategy}-from-{writer}-{precision}"] = [*words(strategy), *CASES[precision], *more]
+            path = (
+                runs.of(writer).directory(f"{writer}-{precision}")
+                / "checkpoints"
+                / "step_00000010.pt"
+            )
+            more = [
+                f"checkpoint.resume={path}",
+                "training.max_steps=12",
+                "evaluation.every_epochs=null",
+            ]
+            cases[f"{strategy}-from-{writer}-{precision}"] = [
+                *words(strategy),
+                *CASES[precision],
+                *more,
+            ]
     runs.project.run_many(cases)
     for writer in writers:
         for precision, tolerance in NEXT_LOSSES.items():
             lines = runs.project.lines(f"{strategy}-from-{writer}-{precision}")
             expected = runs.project.lines(f"{writer}-{precision}")[10:12]
-            assert [line["step"] for line in lines] == [11, 12] == [line["step"] for line in expected]
+            assert (
+                [line["step"] for line in lines] == [11, 12] == [line["step"] for line in expected]
+            )
             for key in ("loss", "gradient_norm"):
                 values = [line[key] for line in lines]
-                assert values == pytest.approx([line[key] for line in expected], rel=tolerance), (writer, precision)
+                assert values == pytest.approx([line[key] for line in expected], rel=tolerance), (
+                    writer,
+                    precision,
+                )
 
 
 @pytest.mark.parametrize("strategy", MARKED)
@@ -187,9 +226,13 @@ def test_best_checkpoint_and_weights_are_whole(runs: Runs, strategy: str) -> Non
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "data_parallel"])
 def test_all_ranks_begin_with_the_buffers_of_rank_0(project: Project, strategy: str) -> None:
-    table = "torch.tensor(float(torch.distributed.is_initialized() and torch.distributed.get_rank()))"
+    table = (
+        "torch.tensor(float(torch.distributed.is_initialized() and torch.distributed.get_rank()))"
+    )
     project.edit(
-        "model.py", "    model.config, model", f"    model.register_buffer('table', {table})\n    model.config, model"
+        "model.py",
+        "    model.config, model",
+        f"    model.register_buffer('table', {table})\n    model.config, model",
     )
     project.edit("model.py", "else model(inputs)\n", "else model(inputs) + module.table\n")
     words = ("training.epochs=1", "evaluation.every_epochs=null", "training.micro_batch_size=8")
@@ -205,7 +248,9 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(not is_frozen)
         strategy = base.Strategy(TrainingConfig(), RankContext())
-        strategy.prepare(model, lambda _: torch.optim.AdamW([{"params": layer.parameters()} for layer in model]))
+        strategy.prepare(
+            model, lambda _: torch.optim.AdamW([{"params": layer.parameters()} for layer in model])
+        )
         return strategy
 
     first, second = create(), create()
@@ -213,11 +258,15 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     first.backward(first.model(torch.ones(1, 2)).sum(), 1.0)
     first.optimizer_step(None)
     second.load_state_dict(first.state_dict())
-    set_learning_rate(second.optimizer, 0.1, 0.2)  # the config's, in every step; a state does not bring it
+    set_learning_rate(
+        second.optimizer, 0.1, 0.2
+    )  # the config's, in every step; a state does not bring it
     assert_equal(second.state_dict(), first.state_dict())
 
 
-@pytest.mark.parametrize("strategy", [case for case in MARKED if case.values[0] in ("accelerate", "deepspeed")])
+@pytest.mark.parametrize(
+    "strategy", [case for case in MARKED if case.values[0] in ("accelerate", "deepspeed")]
+)
 def test_torchrun_starts_the_same_run(runs: Runs, strategy: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     more = [*words(strategy), "training.max_steps=2", "evaluation.every_epochs=null"]
@@ -228,7 +277,9 @@ def test_torchrun_starts_the_same_run(runs: Runs, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["accelerate", "deepspeed"])
-def test_missing_library_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+def test_missing_library_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
     if not (ROOT / PACKAGE / "strategies" / f"{library}.py").exists():
         pytest.skip("this project was made without it")
     for name in ("DS_ACCELERATOR", "LOCAL_RANK"):  # so that what is set there is taken back
@@ -236,5 +287,7 @@ def test_missing_library_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, library, None)  # as if it could not be found
     monkeypatch.delitem(sys.modules, f"{PACKAGE}.strategies.{library}", raising=False)
     config = replace(load_config(ROOT / "config.yaml"), strategy=library)
-    with pytest.raises(ConfigError, match=rf"{library} is not installed.*pip install .*'\.\[{library}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"{library} is not installed.*pip install .*'\.\[{library}\]'"
+    ):
         create_strategy(config, RankContext())

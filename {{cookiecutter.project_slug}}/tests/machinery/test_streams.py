@@ -132,9 +132,16 @@ def record(step: int, batch: object, request: object, weight: object, rank: int,
         print(json.dumps(line), file=file)
 """
 LOOP = "            with strategy.accumulate(is_last_micro_batch=request.is_last):\n"
-CALL = "            record(progress.step, batch, request, weight, self.context.rank, self.directory)\n"
+CALL = (
+    "            record(progress.step, batch, request, weight, self.context.rank, self.directory)\n"
+)
 NUM_STEPS = 13  # passes of 3 or 4 steps of 8 items
-WORDS = ["device_ids=cpu,cpu", "training.max_steps=13", "training.global_batch_size=8", "checkpoint.every_steps=1"]
+WORDS = [
+    "device_ids=cpu,cpu",
+    "training.max_steps=13",
+    "training.global_batch_size=8",
+    "checkpoint.every_steps=1",
+]
 
 
 @pytest.fixture
@@ -160,7 +167,9 @@ def steps_of(project: Project, name: str, rank: int) -> list[dict[str, Any]]:
     """Return the items and the summed weights of each step on `rank`. Only the last try of a repeated step counts."""
     steps: dict[int, dict[str, Any]] = {}
     items, weight = list[Any](), 0.0
-    for line in (project.directory(name) / f"items_{rank}.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (
+        (project.directory(name) / f"items_{rank}.jsonl").read_text(encoding="utf-8").splitlines()
+    ):
         micro_batch = json.loads(line)
         items, weight = items + micro_batch["items"], weight + micro_batch["weight"]
         if micro_batch["is_last"]:
@@ -176,7 +185,9 @@ def passes(project: Project, name: str) -> list[list[int]]:
     for first, second in steps:
         sizes = len(first["items"]), len(second["items"])
         assert 0 < sum(sizes) <= 8 and max(sizes) <= 4
-        assert (first["weight"], second["weight"]) == pytest.approx([2 * size / sum(sizes) for size in sizes])
+        assert (first["weight"], second["weight"]) == pytest.approx(
+            [2 * size / sum(sizes) for size in sizes]
+        )
         seen += [int(index) for index, _ in first["items"] + second["items"]]
         if len(seen) >= NUM_ITEMS:
             found.append(seen)
@@ -186,7 +197,10 @@ def passes(project: Project, name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [["plain", "owner", "split_by_worker", "stateful", "sharded"], ["hugging_face", "shuffled", "webdataset"]],
+    [
+        ["plain", "owner", "split_by_worker", "stateful", "sharded"],
+        ["hugging_face", "shuffled", "webdataset"],
+    ],
     ids=["generators", "libraries"],
 )
 def test_each_item_once_a_pass_and_a_resumed_run_reads_those_of_an_undisturbed_one(
@@ -202,16 +216,31 @@ def test_each_item_once_a_pass_and_a_resumed_run_reads_those_of_an_undisturbed_o
         for workers in (0, 2)
     }
     if "plain" in kinds:
-        several = ["training.micro_batch_size=2", "evaluation.every_steps=3", "loader.prefetch_factor=4"]
+        several = [
+            "training.micro_batch_size=2",
+            "evaluation.every_steps=3",
+            "loader.prefetch_factor=4",
+        ]
         cases |= {f"{kind}-micro": [*cases[f"{kind}-2"], *several] for kind in ("plain", "sharded")}
     streams.run_many(cases)
     for name in cases:
         found = passes(streams, name)
-        assert len(found) >= 2 and all(sorted(items) == list(range(NUM_ITEMS)) for items in found), (name, found)
-        draws = [draw for rank in (0, 1) for step in steps_of(streams, name, rank) for _, draw in step["items"]]
+        assert len(found) >= 2 and all(
+            sorted(items) == list(range(NUM_ITEMS)) for items in found
+        ), (name, found)
+        draws = [
+            draw
+            for rank in (0, 1)
+            for step in steps_of(streams, name, rank)
+            for _, draw in step["items"]
+        ]
         # The first items of a pass have one augmentation, where the data set shares out by itself.
-        num_alike = 0 if name.startswith(("plain", "owner", "split_by_worker", "stateful")) else 15  # 5 passes
-        assert len(draws) > 60 and len(draws) - len(set(draws)) <= num_alike, f"{name}: each has its own augmentation"
+        num_alike = (
+            0 if name.startswith(("plain", "owner", "split_by_worker", "stateful")) else 15
+        )  # 5 passes
+        assert len(draws) > 60 and len(draws) - len(set(draws)) <= num_alike, (
+            f"{name}: each has its own augmentation"
+        )
         for step in (2, 5):  # in the first pass and in the second
             streams.rewind(name, step, f"{name}-{step}")
     streams.run_many({f"{name}-{step}": words for name, words in cases.items() for step in (2, 5)})
@@ -231,7 +260,9 @@ def test_killed_run_goes_on_with_the_same_items_and_on_as_many_ranks_only(stream
     streams.run(*words)
     killed = [*words, "name=killed", "model.fault=kill", "model.fault_step=8"]
     output = streams.run(*killed, code=1)
-    assert output.endswith("killed by SIGKILL (out of memory?); see runs/killed/logs/rank_1.log\n"), output
+    assert output.endswith(
+        "killed by SIGKILL (out of memory?); see runs/killed/logs/rank_1.log\n"
+    ), output
     refused = streams.run(*killed, "device_ids=cpu", code=2)
     assert "it began on 2 ranks x 2 parts, not 1 ranks x 2 parts" in refused
     assert "resuming after step 7" in streams.run(*killed)
@@ -246,12 +277,16 @@ def test_stream_without_an_end_or_in_unequal_shares_is_refused(streams: Project)
     words = ["training.max_steps=3", "checkpoint.every_steps=1"]
     unequal = streams.run("device_ids=cpu,cpu", *words, "training.global_batch_size=7", code=2)
     assert "training.global_batch_size=7: all ranks read equal shares" in unequal
-    streams.append("dataset.py", "def build_datasets(config: DataConfig):\n    return Plain(), Plain()")
+    streams.append(
+        "dataset.py", "def build_datasets(config: DataConfig):\n    return Plain(), Plain()"
+    )
     assert "the validation data set has no __len__" in streams.run(*words, code=2)
 
 
 @pytest.mark.parametrize("name", ["sample_weights", "sample_lengths"])
-def test_stream_whose_samples_have_weights_or_lengths_is_refused(streams: Project, name: str) -> None:
+def test_stream_whose_samples_have_weights_or_lengths_is_refused(
+    streams: Project, name: str
+) -> None:
     """They would be ignored: a stream gives its items in its own order."""
     code = f"""
 class WithSamples(Plain):

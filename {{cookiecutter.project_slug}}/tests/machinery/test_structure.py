@@ -43,7 +43,9 @@ def package_files() -> list[Path]:
 
 def name_of(path: Path) -> str:
     """Return the name of a file's module without the package's name, such as `training.checkpoint` or `run`."""
-    parts = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
+    parts = (
+        path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("").parts
+    )
     return ".".join(parts).removesuffix(".__init__")
 
 
@@ -62,14 +64,25 @@ def imports_of(source: str, path: Path) -> set[str]:
                 continue
             for alias in node.names:
                 parts = (*base, alias.name)
-                is_module = (PACKAGE.joinpath(*parts)).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").exists()
+                is_module = (PACKAGE.joinpath(*parts)).is_dir() or PACKAGE.joinpath(
+                    *parts
+                ).with_suffix(".py").exists()
                 found.add(".".join(parts if is_module else base))
         elif isinstance(node, ast.Import):
-            found |= {f"?{alias.name}" for alias in node.names if alias.name.split(".")[0] == PACKAGE.name}
-        elif isinstance(node, ast.Call) and "import_module" in (ast.unparse(node.func), getattr(node.func, "attr", "")):
+            found |= {
+                f"?{alias.name}" for alias in node.names if alias.name.split(".")[0] == PACKAGE.name
+            }
+        elif isinstance(node, ast.Call) and "import_module" in (
+            ast.unparse(node.func),
+            getattr(node.func, "attr", ""),
+        ):
             text = ast.unparse(node)
-            is_in_own_folder = re.match(r"""[a-z.]*import_module\(f?["']\.[^.]""", text) and "__package__" in text
-            if not is_in_own_folder and len(node.args) > 1:  # import_module("torch"), with one argument, is not ours
+            is_in_own_folder = (
+                re.match(r"""[a-z.]*import_module\(f?["']\.[^.]""", text) and "__package__" in text
+            )
+            if (
+                not is_in_own_folder and len(node.args) > 1
+            ):  # import_module("torch"), with one argument, is not ours
                 found.add(f"?{text}")
     return found
 
@@ -95,7 +108,9 @@ def mentions_of_strategies(source: str) -> list[str]:
     """Return the names and strings in `source` that contain the name of a strategy."""
     words = []
     for node in ast.walk(ast.parse(source)):
-        words += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+        words += (
+            [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+        )
         # Name.id, Attribute.attr, arg.arg, keyword.arg, alias.name and .asname, FunctionDef.name, ImportFrom.module …
         for field in ("id", "attr", "arg", "name", "asname", "module"):
             words += [word] if isinstance(word := getattr(node, field, None), str) else []
@@ -108,7 +123,10 @@ def conditions_on_strategies(source: str) -> list[str]:
     return [
         ast.unparse(condition)
         for condition in _conditions(ast.parse(source))
-        if re.search(r"config\.strategy|(isinstance|issubclass|type|hasattr)\([\w.]*strategy\b", ast.unparse(condition))
+        if re.search(
+            r"config\.strategy|(isinstance|issubclass|type|hasattr)\([\w.]*strategy\b",
+            ast.unparse(condition),
+        )
     ]
 
 
@@ -133,7 +151,9 @@ def test_imports_run_one_way() -> None:
         assert forbidden_imports(source, path) == []
         num_edges += len(imports_of(source, path))
     assert num_edges > 120
-    for path in sorted((ROOT / "examples").glob("*/*.py")):  # they take the place of model.py and dataset.py
+    for path in sorted(
+        (ROOT / "examples").glob("*/*.py")
+    ):  # they take the place of model.py and dataset.py
         if path.name in ("model.py", "dataset.py"):
             helpers = {other.stem for other in path.parent.glob("*.py")}
             found = imports_of(path.read_text(encoding="utf-8"), PACKAGE / path.name)
@@ -147,7 +167,8 @@ def test_only_one_file_imports_the_users_functions() -> None:
         names = {
             alias.name
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom) and imports_of(ast.unparse(node), path) & {"model", "dataset"}
+            if isinstance(node, ast.ImportFrom)
+            and imports_of(ast.unparse(node), path) & {"model", "dataset"}
             for alias in node.names
         }
         if names and name_of(path) not in ("model", "dataset"):
@@ -156,16 +177,27 @@ def test_only_one_file_imports_the_users_functions() -> None:
 
 
 def test_trainer_imports_few_modules() -> None:
-    modules = imports_of((PACKAGE / "trainer.py").read_text(encoding="utf-8"), PACKAGE / "trainer.py")
+    modules = imports_of(
+        (PACKAGE / "trainer.py").read_text(encoding="utf-8"), PACKAGE / "trainer.py"
+    )
     assert 10 < len(modules) <= MAX_MODULES_OF_TRAINER, sorted(modules)
 
 
 def test_trainer_knows_no_strategy() -> None:
-    assert {"ddp", "data_parallel", "fsdp", "accelerate", "deepspeed", "horovod"} == strategy_names()
+    assert {
+        "ddp",
+        "data_parallel",
+        "fsdp",
+        "accelerate",
+        "deepspeed",
+        "horovod",
+    } == strategy_names()
     trainer = (PACKAGE / "trainer.py").read_text(encoding="utf-8")
     assert mentions_of_strategies(trainer) == []
     paths = [PACKAGE / "trainer.py", *(PACKAGE / "training").glob("*.py")]
-    assert [conditions_on_strategies(path.read_text(encoding="utf-8")) for path in paths] == [[]] * len(paths)
+    assert [conditions_on_strategies(path.read_text(encoding="utf-8")) for path in paths] == [
+        []
+    ] * len(paths)
 
 
 @pytest.mark.parametrize(
@@ -197,11 +229,14 @@ def test_import_against_the_direction_is_found(file: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", "fsdp_model", "'fsdp'", "'strategies/fsdp.py'", "x.is_fsdp", "DDP_SIZE", "f(ddp=1)"]
+    "name",
+    ["fsdp", "fsdp_model", "'fsdp'", "'strategies/fsdp.py'", "x.is_fsdp", "DDP_SIZE", "f(ddp=1)"],
 )
 def test_name_of_a_strategy_is_found(name: str) -> None:
     assert len(mentions_of_strategies(f"y = {name}")) == 1
-    assert mentions_of_strategies("import ddp") and mentions_of_strategies("def horovod_step(): ...")
+    assert mentions_of_strategies("import ddp") and mentions_of_strategies(
+        "def horovod_step(): ..."
+    )
 
 
 @pytest.mark.parametrize(

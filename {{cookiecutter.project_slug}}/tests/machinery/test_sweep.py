@@ -26,13 +26,21 @@ from template_package.launching.devices import Gpu, Gpus
 from conftest import ROOT, Project, children
 
 RATES, SEEDS = ("1e-2", "3e-2"), ("1", "2", "3")
-GRID = {"name": "s", "devices": "cpu", "grid": {"optimizer.learning_rate": [*RATES], "seed": [*SEEDS]}}
+GRID = {
+    "name": "s",
+    "devices": "cpu",
+    "grid": {"optimizer.learning_rate": [*RATES], "seed": [*SEEDS]},
+}
 SLOWLY = "model.seconds_per_step=0.05"
-needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc: processes cannot be found")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="no /proc: processes cannot be found"
+)
 
 
 def write_sweep(project: Project, content: dict[str, Any]) -> str:
-    (project.folder / "sweep.yaml").write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+    (project.folder / "sweep.yaml").write_text(
+        yaml.safe_dump(content, allow_unicode=True), encoding="utf-8"
+    )
     return "sweep.yaml"
 
 
@@ -72,7 +80,11 @@ def processes_of(folder: Path) -> list[str]:
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 @needs_proc
 def test_sweep_that_is_killed_again_and_again_ends_as_single_runs_do(project: Project) -> None:
-    cases = {f"{rate}-{seed}": [f"optimizer.learning_rate={rate}", f"seed={seed}"] for rate in RATES for seed in SEEDS}
+    cases = {
+        f"{rate}-{seed}": [f"optimizer.learning_rate={rate}", f"seed={seed}"]
+        for rate in RATES
+        for seed in SEEDS
+    }
     project.run_many(cases)
     expected = [project.json(name, "summary.json")["best"] for name in cases]
     assert len({best["loss"] for best in expected}) == 6
@@ -108,35 +120,55 @@ def test_sweep_that_is_killed_again_and_again_ends_as_single_runs_do(project: Pr
     assert command is not None
     done = project.start(*command[2].split(), "device_ids=cpu", DDP_RUNS_FOLDER=command[1])
     assert done.communicate(timeout=200) and done.returncode == 0
-    assert project.json("s", f"{best_first[0]}/evaluation.json")["loss"] == pytest.approx(runs[best_first[0]]["value"])
+    assert project.json("s", f"{best_first[0]}/evaluation.json")["loss"] == pytest.approx(
+        runs[best_first[0]]["value"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 def test_failing_run_ends_no_other_and_new_runs_are_added(project: Project) -> None:
     line = "    inputs = batch.inputs\n"
-    project.edit("model.py", line, f"    if config.dropout > 0.5:\n        raise ArithmeticError('too hot')\n{line}")
-    write_sweep(project, {"name": "s", "runs": [{"model": {"dropout": "0.6"}}, {"model.dropout": "0.1"}]})
+    project.edit(
+        "model.py",
+        line,
+        f"    if config.dropout > 0.5:\n        raise ArithmeticError('too hot')\n{line}",
+    )
+    write_sweep(
+        project, {"name": "s", "runs": [{"model": {"dropout": "0.6"}}, {"model.dropout": "0.1"}]}
+    )
     code, output = sweep(project, "training.epochs=1", "device_ids=cpu")
     assert code == 1
     bad, good = results(project).values()
-    assert (bad["status"], bad["reason"], good["status"]) == ("failed", "ArithmeticError: too hot", "complete")
+    assert (bad["status"], bad["reason"], good["status"]) == (
+        "failed",
+        "ArithmeticError: too hot",
+        "complete",
+    )
     assert "01-dropout-0.6  failed  ArithmeticError: too hot" in output
 
-    write_sweep(project, {"name": "s", "runs": [{"model.dropout": "0.2"}, {"model.dropout": "0.1"}]})
+    write_sweep(
+        project, {"name": "s", "runs": [{"model.dropout": "0.2"}, {"model.dropout": "0.1"}]}
+    )
     code, output = sweep(project, "training.epochs=1", "device_ids=cpu")
-    assert code == 0 and "02-dropout-0.1: begins" not in output and "03-dropout-0.2: begins" in output
+    assert (
+        code == 0 and "02-dropout-0.1: begins" not in output and "03-dropout-0.2: begins" in output
+    )
     assert [*results(project)] == ["03-dropout-0.2", "02-dropout-0.1", "01-dropout-0.6"]
 
     code, output = sweep(project, "training.epochs=2", "device_ids=cpu")
-    assert code == 0 and project.json("s", "02-dropout-0.1/summary.json")["epochs"] == 2, "more epochs train on"
+    assert code == 0 and project.json("s", "02-dropout-0.1/summary.json")["epochs"] == 2, (
+        "more epochs train on"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 @needs_proc
 def test_ctrl_c_stops_all_runs_after_their_step(project: Project) -> None:
-    process = project.start("sweep", write_sweep(project, {**GRID, "at_once": 2}), "model.seconds_per_step=0.3")
+    process = project.start(
+        "sweep", write_sweep(project, {**GRID, "at_once": 2}), "model.seconds_per_step=0.3"
+    )
     wait_for_steps(process, project.directory("s"), 2)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=200)
@@ -147,7 +179,9 @@ def test_ctrl_c_stops_all_runs_after_their_step(project: Project) -> None:
     for run in stopped:
         summary = project.json("s", f"{run['name']}/summary.json")
         assert summary["status"] == "stopped"
-        assert (project.directory("s") / run["name"] / "checkpoints" / f"step_{summary['steps']:08d}.pt").exists()
+        assert (
+            project.directory("s") / run["name"] / "checkpoints" / f"step_{summary['steps']:08d}.pt"
+        ).exists()
 
 
 @pytest.mark.parametrize(
@@ -156,20 +190,40 @@ def test_ctrl_c_stops_all_runs_after_their_step(project: Project) -> None:
         ({"grid": {"seed": ["1"]}}, "sweep.yaml: name: Field required"),
         ({"name": "s", "grid": {"seed": ["1"]}, "at_onec": "2"}, "at_onec=2"),
         ({"name": "s", "grid": {"seed": ["1", "x"]}}, "seed=x"),
-        ({"name": "s", "grid": {"optimizer.learnin_rate": ["1"]}}, "Did you mean optimizer.learning_rate"),
+        (
+            {"name": "s", "grid": {"optimizer.learnin_rate": ["1"]}},
+            "Did you mean optimizer.learning_rate",
+        ),
         ({"name": "s", "grid": {"seed": "1"}}, "grid.seed=1: Input should be a valid list"),
         ({"name": "s"}, "sweep.yaml: Value error, one of the keys grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "runs": [{"seed": "1"}]}, "grid, runs and search"),
         ({"name": "s", "grid": {"seed": ["1"]}, "devices": "gpu"}, "devices=gpu"),
-        ({"name": "s", "search": {"trials": "2", "space": {"seed": {"low": "3", "high": "1"}}}}, "low must be less"),
-        ({"name": "s", "search": {"trials": "2", "space": {"model.dropout": {"low": "0", "high": "x"}}}}, "high"),
         (
-            {"name": "s", "search": {"trials": "2", "space": {"training.epochs": {"low": "-9", "high": "-1"}}}},
+            {"name": "s", "search": {"trials": "2", "space": {"seed": {"low": "3", "high": "1"}}}},
+            "low must be less",
+        ),
+        (
+            {
+                "name": "s",
+                "search": {"trials": "2", "space": {"model.dropout": {"low": "0", "high": "x"}}},
+            },
+            "high",
+        ),
+        (
+            {
+                "name": "s",
+                "search": {
+                    "trials": "2",
+                    "space": {"training.epochs": {"low": "-9", "high": "-1"}},
+                },
+            },
             "epochs=-",
         ),
     ],
 )
-def test_mistake_is_one_line_before_anything_starts(project: Project, content: dict[str, Any], words: str) -> None:
+def test_mistake_is_one_line_before_anything_starts(
+    project: Project, content: dict[str, Any], words: str
+) -> None:
     output = project.run("sweep", write_sweep(project, content), code=2)
     assert output.startswith("error: ") and output.count("\n") == 1 and words in output, output
     assert not project.directory("s").exists()
@@ -195,8 +249,12 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
     monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: Gpus(gpus, gpus))
     monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
     line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
-    runner = commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {})))
-    config = load_config(ROOT / "config.yaml", runner.list_arguments(commands_sweep.Run("a", {"seed": "1"})))
+    runner = commands_sweep.SweepRunner(
+        line, Sweep(name="s", grid=grid, **({"devices": devices} if devices else {}))
+    )
+    config = load_config(
+        ROOT / "config.yaml", runner.list_arguments(commands_sweep.Run("a", {"seed": "1"}))
+    )
     assert (runner.num_slots, config.device_ids) == expected
     assert config.launch.wait_minutes > 60 * 24, "a run waits for GPUs that others use"
     assert commands_sweep.SweepRunner(line, Sweep(name="s", grid=grid, at_once=9)).num_slots == 9
@@ -209,7 +267,9 @@ def test_sweep_takes_one_file(project: Project) -> None:
 
 def test_random_search_draws_the_same_trials_again_and_within_their_bounds(tmp_path: Path) -> None:
     path = tmp_path / "sweep.yaml"
-    space = "{a.rate: {low: 1e-4, high: 1e-1, log: true}, b: {low: 2, high: 5}, c: [x, null, [1, 2]],"
+    space = (
+        "{a.rate: {low: 1e-4, high: 1e-1, log: true}, b: {low: 2, high: 5}, c: [x, null, [1, 2]],"
+    )
     space += " d: {low: 0.0, high: 1.0}}"
     path.write_text(f"name: s\nsearch: {{trials: 200, space: {space}}}\n", encoding="utf-8")
     drawn = read_sweep(path).list_settings()
@@ -217,11 +277,15 @@ def test_random_search_draws_the_same_trials_again_and_within_their_bounds(tmp_p
     assert read_sweep(path).list_settings()[:200] == drawn == read_sweep(path).list_settings()[:200]
     rates = [float(each["a.rate"]) for each in drawn]
     assert all(1e-4 <= rate <= 1e-1 for rate in rates)
-    assert sum(rate < 1e-3 for rate in rates) == pytest.approx(200 / 3, abs=25), "one of three orders of magnitude"
+    assert sum(rate < 1e-3 for rate in rates) == pytest.approx(200 / 3, abs=25), (
+        "one of three orders of magnitude"
+    )
     assert {each["b"] for each in drawn} == {"2", "3", "4", "5"}
     assert {each["c"] for each in drawn} == {"x", "null", '["1", "2"]'}
     assert len({each["d"] for each in drawn}) > 150 and all("." in each["d"] for each in drawn)
-    path.write_text(f"name: s\nseed: 1\nsearch: {{trials: 200, space: {space}}}\n", encoding="utf-8")
+    path.write_text(
+        f"name: s\nseed: 1\nsearch: {{trials: 200, space: {space}}}\n", encoding="utf-8"
+    )
     assert read_sweep(path).list_settings() != drawn
 
 
@@ -235,8 +299,18 @@ def test_unreadable_file_is_a_mistake(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> None:
     pytest.importorskip("optuna", reason="optuna is not installed")
-    space = {"optimizer.learning_rate": {"low": "1e-4", "high": "1e-1", "log": "true"}, "seed": ["1", "2"]}
-    write_sweep(project, {"name": "s", "devices": "cpu", "search": {"method": "optuna", "trials": "4", "space": space}})
+    space = {
+        "optimizer.learning_rate": {"low": "1e-4", "high": "1e-1", "log": "true"},
+        "seed": ["1", "2"],
+    }
+    write_sweep(
+        project,
+        {
+            "name": "s",
+            "devices": "cpu",
+            "search": {"method": "optuna", "trials": "4", "space": space},
+        },
+    )
     process = project.start("sweep", "sweep.yaml", SLOWLY)
     wait_for_steps(process, project.directory("s"), 1)
     process.kill()
@@ -246,7 +320,9 @@ def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> N
     assert code == 0, output
     runs = results(project)
     assert len(runs) == 4 and [*runs][: len(first)] == [*first]
-    assert len({json.dumps(run["settings"]) for run in runs.values()}) == 4, "a second start draws other trials"
+    assert len({json.dumps(run["settings"]) for run in runs.values()}) == 4, (
+        "a second start draws other trials"
+    )
     assert sweep(project, SLOWLY)[0] == 0 and results(project) == runs
 
 
@@ -254,12 +330,19 @@ def test_optuna_goes_on_with_the_trials_of_a_killed_sweep(project: Project) -> N
 @pytest.mark.timeout(600)  # half a minute on idle cores: each run imports torch
 def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -> None:
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
-    search = {"method": "optuna", "prune": "true", "trials": "6", "space": {"optimizer.learning_rate": ["0.01"]}}
+    search = {
+        "method": "optuna",
+        "prune": "true",
+        "trials": "6",
+        "space": {"optimizer.learning_rate": ["0.01"]},
+    }
     write_sweep(project, {"name": "s", "devices": "cpu", "at_once": "1", "search": search})
     former = {"settings": {"optimizer.learning_rate": "0.01"}, "status": "complete", "value": -1.0}
     folder = project.directory("s")
     folder.mkdir(parents=True)
-    study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="sweep", direction="minimize")
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder}/study.db", study_name="sweep", direction="minimize"
+    )
     space = {"optimizer.learning_rate": optuna.distributions.CategoricalDistribution(["0.01"])}
     for _ in range(5):
         trial = study.ask(space)
@@ -267,7 +350,9 @@ def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -
         study.tell(trial, -1.0)
     runs = [{"name": str(number), **former} for number in range(5)]
     config = read_settings(project.folder / "config.yaml", ["model.seconds_per_step=0.3"])
-    (project.directory("s") / "sweep.json").write_text(json.dumps({"runs": runs, "config": config}), encoding="utf-8")
+    (project.directory("s") / "sweep.json").write_text(
+        json.dumps({"runs": runs, "config": config}), encoding="utf-8"
+    )
     code, output = sweep(project, "model.seconds_per_step=0.3")
     assert code == 0, output
     assert [run["status"] for run in results(project).values()] == ["complete"] * 5 + ["pruned"]

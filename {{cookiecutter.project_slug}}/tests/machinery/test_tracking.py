@@ -72,17 +72,47 @@ def open_tracking(
 ) -> Tracking:
     config = load_config(ROOT / "config.yaml", [f"logging.tracker={tracker}"])
     context = RankContext(rank=0 if is_main else 1, world_size=2)
-    return Tracking(directory, config, context, step=step, total_steps=total_steps, is_evaluation_pending=is_pending)
+    return Tracking(
+        directory,
+        config,
+        context,
+        step=step,
+        total_steps=total_steps,
+        is_evaluation_pending=is_pending,
+    )
 
 
-def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = "none", is_main: bool = True) -> None:
+def track(
+    directory: Path,
+    resumed_step: int,
+    last_step: int,
+    *,
+    tracker: str = "none",
+    is_main: bool = True,
+) -> None:
     """Record a training line for each step, a validation line for every second step, and media at the end."""
     directory.mkdir(parents=True, exist_ok=True)
     tracking = open_tracking(directory, resumed_step, 12, tracker=tracker, is_main=is_main)
     for step in range(resumed_step + 1, last_step + 1):
-        tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1 / step, "samples_per_second": 10.0})
+        tracking.record(
+            {
+                "split": "train",
+                "step": step,
+                "epoch": 1,
+                "loss": 1 / step,
+                "samples_per_second": 10.0,
+            }
+        )
         if step % 2 == 0:
-            tracking.record({"split": "validation", "step": step, "epoch": 1, "loss": 2 / step, "num_samples": 9})
+            tracking.record(
+                {
+                    "split": "validation",
+                    "step": step,
+                    "epoch": 1,
+                    "loss": 2 / step,
+                    "num_samples": 9,
+                }
+            )
         tracking.advance(step)
     log = tracking.log(last_step)
     log.image("samples/first", torch.full((3, 4, 5), 0.5))
@@ -92,7 +122,11 @@ def track(directory: Path, resumed_step: int, last_step: int, *, tracker: str = 
 
 def environment(*paths: Path) -> dict[str, str]:
     """Return the environment of a process that imports from `paths` first, and then from this project."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "PYTHONUTF8": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])),
+        "PYTHONUTF8": "1",
+    }
 
 
 def screen(output: str) -> list[str]:
@@ -112,10 +146,21 @@ def screen(output: str) -> list[str]:
 def test_metrics_keep_order_and_every_digit(tmp_path: Path) -> None:
     tracking, speed = open_tracking(tmp_path, 0, 9), {"samples_per_second": 1.0}
     tracking.record(
-        {"split": "train", "step": 1, "loss": 0.1 + 0.2, "epoch": 1, "gradient_norm": float("inf"), **speed}
+        {
+            "split": "train",
+            "step": 1,
+            "loss": 0.1 + 0.2,
+            "epoch": 1,
+            "gradient_norm": float("inf"),
+            **speed,
+        }
     )
-    tracking.record({"split": "validation", "step": 1, "epoch": 1, "loss": float("nan"), "名": -1e-300})
-    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")  # written at once, not at the end
+    tracking.record(
+        {"split": "validation", "step": 1, "epoch": 1, "loss": float("nan"), "名": -1e-300}
+    )
+    text = (tmp_path / "metrics.jsonl").read_text(
+        encoding="utf-8"
+    )  # written at once, not at the end
     first, second = (json.loads(line) for line in text.splitlines())
     assert list(first) == ["split", "step", "loss", "epoch", "gradient_norm", "samples_per_second"]
     assert first["loss"] == 0.1 + 0.2 and first["gradient_norm"] == float("inf")
@@ -127,11 +172,17 @@ def test_metrics_keep_order_and_every_digit(tmp_path: Path) -> None:
 def test_line_that_the_disk_refuses_ends_the_run_in_one_line(tmp_path: Path) -> None:
     tracking = open_tracking(tmp_path, 0, 9)
     tracking._metrics = Path("/dev/full").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - the tracking closes it
-    with pytest.raises(FailureError, match=r"cannot write .*metrics.jsonl: No space left on device.*same command"):
-        tracking.record({"split": "train", "step": 1, "epoch": 1, "loss": 0.5, "samples_per_second": 1.0})
+    with pytest.raises(
+        FailureError, match=r"cannot write .*metrics.jsonl: No space left on device.*same command"
+    ):
+        tracking.record(
+            {"split": "train", "step": 1, "epoch": 1, "loss": 0.5, "samples_per_second": 1.0}
+        )
 
 
-@pytest.mark.parametrize("ending", ["", '{"split": "train", "st', '{"split": "train", "step": 8, "loss": 1}', "\0\0"])
+@pytest.mark.parametrize(
+    "ending", ["", '{"split": "train", "st', '{"split": "train", "step": 8, "loss": 1}', "\0\0"]
+)
 def test_resumed_metrics_equal_undisturbed_ones(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "metrics.jsonl"
     track(tmp_path, 0, 10)
@@ -157,14 +208,27 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     track(tmp_path, 4, 10, tracker="tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(step, pytest.approx(1 / step)) for step in range(1, 11)]  # float32 in the event file
+    assert losses == [
+        (step, pytest.approx(1 / step)) for step in range(1, 11)
+    ]  # float32 in the event file
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 4, 6, 8, 10]
 
 
 def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard.py").write_text("raise ModuleNotFoundError('No module named tensorboard')\n")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), "tensorboard", str(ROOT / "config.yaml")]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, encoding="utf-8", check=True)
+    (tmp_path / "tensorboard.py").write_text(
+        "raise ModuleNotFoundError('No module named tensorboard')\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(tmp_path),
+        "tensorboard",
+        str(ROOT / "config.yaml"),
+    ]
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, encoding="utf-8", check=True
+    )
     warning, *lines = done.stdout.splitlines()
     assert warning.startswith("warning:") and "pip install tensorboard" in warning
     assert [re.sub(r"\d\d:\d\d", "T", line) for line in lines] == [
@@ -197,7 +261,9 @@ def test_tracker_whose_folder_vanishes_is_left_out(tmp_path: Path, warnings: lis
     pytest.importorskip("tensorboard")
     tracking = open_tracking(tmp_path, 0, 60, tracker="tensorboard")
     for step in range(1, 8):
-        tracking.record({"split": "train", "step": step, "epoch": 1, "loss": 1.0, "samples_per_second": 1.0})
+        tracking.record(
+            {"split": "train", "step": step, "epoch": 1, "loss": 1.0, "samples_per_second": 1.0}
+        )
         if step == 3:
             shutil.rmtree(tmp_path / "tensorboard")
     tracking.close()
@@ -242,7 +308,10 @@ def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> Non
     assert len(lines) == len(expected) and all(map(re.fullmatch, expected, lines)), "\n".join(lines)
     first, *log = (tmp_path / "logs" / "rank_0.log").read_text(encoding="utf-8").splitlines()
     log = [line for line in log if not line.endswith(source)]
-    assert all(f"{word}=" in first for word in ("host", "pid", "rank", "local_rank", "world_size", "device"))
+    assert all(
+        f"{word}=" in first
+        for word in ("host", "pid", "rank", "local_rank", "world_size", "device")
+    )
     for pattern, line in zip([*expected[:8], "unfinished, "], log, strict=True):  # not the bar
         assert re.fullmatch(f"(.* )?{pattern}", line), line
 
@@ -262,7 +331,9 @@ def fail_as_rank_1(directory: Path, attempt: int) -> None:
 def test_run_goes_on_in_silence_when_nobody_reads_its_console(tmp_path: Path) -> None:
     script = SCRIPT.replace('print("after the run")', "")
     command = [sys.executable, "-c", script, str(tmp_path), "none", str(ROOT / "config.yaml")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
         process.stdout.close()  # type: ignore[union-attr]  # as `| head` does when it has enough
         errors = process.stderr.read().decode()  # type: ignore[union-attr]
     assert process.returncode == 0, errors
@@ -272,14 +343,18 @@ def test_run_goes_on_in_silence_when_nobody_reads_its_console(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_say_everything_to_their_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for attempt in range(2):
         with pytest.raises(ZeroDivisionError):
             fail_as_rank_1(tmp_path, attempt)
         print("on the console again", flush=True)
     output, errors = capfd.readouterr()
     assert output == "on the console again\n" * 2 and errors == ""
-    starts = re.split(r"\n(?=\S+ \S+ host=)", (tmp_path / "logs" / "rank_1.log").read_text(encoding="utf-8"))
+    starts = re.split(
+        r"\n(?=\S+ \S+ host=)", (tmp_path / "logs" / "rank_1.log").read_text(encoding="utf-8")
+    )
     assert len(starts) == 2
     for attempt, start in enumerate(starts):
         first, *lines = start.splitlines()
@@ -293,7 +368,9 @@ def test_other_ranks_say_everything_to_their_log(tmp_path: Path, capfd: pytest.C
 def read_media(directory: Path) -> dict[str, Any]:
     """Return a dict from the file names of a run's media to their pixels or text."""
     return {
-        path.name: path.read_text(encoding="utf-8") if path.suffix == ".txt" else np.asarray(Image.open(path)).tolist()
+        path.name: path.read_text(encoding="utf-8")
+        if path.suffix == ".txt"
+        else np.asarray(Image.open(path)).tolist()
         for path in (directory / "media").iterdir()
     }
 
@@ -317,7 +394,10 @@ def test_pictures_of_each_kind_are_written_with_their_pixels(tmp_path: Path) -> 
     for name, picture in pictures.items():
         tracking.log(120).image(f"a/{name}", picture)
     tracking.close()
-    media = {name.removeprefix("step_00000120_a_"): pixels for name, pixels in read_media(tmp_path).items()}
+    media = {
+        name.removeprefix("step_00000120_a_"): pixels
+        for name, pixels in read_media(tmp_path).items()
+    }
     assert media.keys() == {f"{name}.png" for name in pictures}
     for name in ("color", "channels_first", "pil", "float"):
         assert media[f"{name}.png"] == color.tolist(), name
@@ -328,7 +408,9 @@ def test_pictures_of_each_kind_are_written_with_their_pixels(tmp_path: Path) -> 
     assert error.max() <= 1  # 8 bits of precision
 
 
-def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_again(tmp_path: Path) -> None:
+def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_again(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -342,7 +424,9 @@ def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_agai
     events = EventAccumulator(str(tmp_path / "main" / "tensorboard")).Reload()
     (image,), tensors = events.Images("samples/first"), events.Tensors("words/text_summary")
     assert (image.step, image.width, image.height) == (7, 5, 4)
-    assert {(event.step, *event.tensor_proto.string_val) for event in tensors} == {(7, b"several\nlines")}
+    assert {(event.step, *event.tensor_proto.string_val) for event in tensors} == {
+        (7, b"several\nlines")
+    }
     track(tmp_path / "other", 0, 7, tracker="tensorboard", is_main=False)
     assert [*(tmp_path / "other").iterdir()] == []
 
@@ -362,7 +446,9 @@ def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> 
     assert Image.open(tmp_path / "media" / "step_00000003_curve.png").size == (100, 50)
 
 
-def test_media_that_cannot_be_written_are_one_warning_each(tmp_path: Path, warnings: list[str]) -> None:
+def test_media_that_cannot_be_written_are_one_warning_each(
+    tmp_path: Path, warnings: list[str]
+) -> None:
     tracking: Any = open_tracking(tmp_path, 0, 9)
     log = tracking.log(1)
     log.image("channels", torch.zeros(2, 3, 5))
@@ -395,7 +481,9 @@ def test_tracker_that_fails_leaves_the_others_going(
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
     (warning,) = warnings
-    assert "logging.tracker=wandb has failed" in warning and warning.endswith("Try: pip install wandb.")
+    assert "logging.tracker=wandb has failed" in warning and warning.endswith(
+        "Try: pip install wandb."
+    )
 
 
 def track_twice(directory: Path, tracker: str, **variables: str) -> None:
@@ -430,7 +518,9 @@ REPEATED = [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8, 9, 10]  # these trackers cannot tak
 
 
 @needs_mlflow
-def test_mlflow_keeps_one_run_in_a_database_among_the_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_keeps_one_run_in_a_database_among_the_runs(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     track_twice(directory, "mlflow", MLFLOW_DISABLE_TELEMETRY="true")
@@ -443,9 +533,13 @@ def test_mlflow_keeps_one_run_in_a_database_among_the_runs(directory: Path, monk
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["optimizer.betas"] == "[0.9, 0.999]" and run.data.params["seed"] == "42"
     points = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(point.step, point.value) for point in points] == [(step, 1 / step) for step in REPEATED]
+    assert [(point.step, point.value) for point in points] == [
+        (step, 1 / step) for step in REPEATED
+    ]
     folder = directory.parent / "mlartifacts" / run.info.run_id / "artifacts"
-    assert (folder / "media" / "step_00000010_words.txt").read_text(encoding="utf-8") == "several\nlines"
+    assert (folder / "media" / "step_00000010_words.txt").read_text(
+        encoding="utf-8"
+    ) == "several\nlines"
     pictures = [path.name for path in (folder / "images").glob("*.png")]
     assert len(pictures) == 2 and all(name.startswith("samples~first+step+") for name in pictures)
     assert [path.name for path in directory.parents[1].iterdir()] == ["runs"]
@@ -455,12 +549,18 @@ def test_mlflow_keeps_one_run_in_a_database_among_the_runs(directory: Path, monk
 def test_trackio_keeps_one_run_on_this_machine(directory: Path, tmp_path: Path) -> None:
     track_twice(directory, "trackio", TRACKIO_DIR=str(tmp_path / "store"), HF_HUB_OFFLINE="1")
     with sqlite3.connect(tmp_path / "store" / "project.db") as database:
-        rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+        rows = database.execute(
+            "select run_id, run_name, step, metrics from metrics order by id"
+        ).fetchall()
     assert len({(run_id, name) for run_id, name, *_ in rows}) == 1 and rows[0][1] == "run"
     points = [(step, json.loads(metrics)) for *_, step, metrics in rows]
     losses = [(step, values["train/loss"]) for step, values in points if "train/loss" in values]
     assert losses == [(step, 1 / step) for step in REPEATED]
-    pictures = [(step, values["samples/first"]["file_path"]) for step, values in points if "samples/first" in values]
+    pictures = [
+        (step, values["samples/first"]["file_path"])
+        for step, values in points
+        if "samples/first" in values
+    ]
     assert [step for step, _ in pictures] == [7, 10]
     assert all((tmp_path / "store" / "media" / path).is_file() for _, path in pictures)
     assert [step for step, values in points if "words" in values] == [7, 10]
@@ -485,4 +585,7 @@ def test_evaluation_that_is_still_due_at_the_end_reaches_the_tracker(tmp_path: P
     tracking = open_tracking(tmp_path, 12, 12, tracker="tensorboard", is_pending=True)
     tracking.record({"split": "validation", "step": 12, "epoch": 1, "loss": 0.5, "num_samples": 9})
     tracking.close()
-    assert "validation/loss" in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    assert (
+        "validation/loss"
+        in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    )

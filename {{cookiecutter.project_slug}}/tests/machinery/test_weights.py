@@ -40,9 +40,13 @@ class Weighted(Dataset[Any]):
         return index, torch.rand(())
 
 
-def seen(dataset: Weighted, world_size: int, epoch: int, position: int = 0) -> list[list[tuple[int, float]]]:
+def seen(
+    dataset: Weighted, world_size: int, epoch: int, position: int = 0
+) -> list[list[tuple[int, float]]]:
     """Return (index, random number) of all ranks' samples for each step from `position` to the end of the epoch."""
-    steps: list[list[tuple[int, float]]] = [[] for _ in range(-(-(NUM_SAMPLES - position) // GLOBAL_BATCH_SIZE))]
+    steps: list[list[tuple[int, float]]] = [
+        [] for _ in range(-(-(NUM_SAMPLES - position) // GLOBAL_BATCH_SIZE))
+    ]
     for rank in range(world_size):
         context = RankContext(rank=rank, world_size=world_size)
         options: Any = {"seed": 3, "global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
@@ -57,7 +61,9 @@ def seen(dataset: Weighted, world_size: int, epoch: int, position: int = 0) -> l
 
 
 @pytest.mark.parametrize("has_lengths", [False, True])
-def test_samples_are_drawn_in_proportion_to_their_weights_alike_on_any_number_of_ranks(has_lengths: bool) -> None:
+def test_samples_are_drawn_in_proportion_to_their_weights_alike_on_any_number_of_ranks(
+    has_lengths: bool,
+) -> None:
     dataset = Weighted([i % 4 for i in range(NUM_SAMPLES)])
     if has_lengths:
         dataset.sample_lengths = [1 + i % 50 for i in range(NUM_SAMPLES)]  # type: ignore[attr-defined]
@@ -66,7 +72,9 @@ def test_samples_are_drawn_in_proportion_to_their_weights_alike_on_any_number_of
     assert len(drawn) == NUM_SAMPLES
     for remainder in range(4):
         number = sum(index % 4 == remainder for index, _ in drawn)
-        assert number == pytest.approx(NUM_SAMPLES * remainder / 6, abs=100)  # 100: five standard deviations
+        assert number == pytest.approx(
+            NUM_SAMPLES * remainder / 6, abs=100
+        )  # 100: five standard deviations
     assert len({index for index, _ in drawn}) < 1200 and len(set(drawn)) == NUM_SAMPLES, (
         "a repeated one looks different"
     )
@@ -91,7 +99,10 @@ def test_weights_that_are_not_one_for_each_sample_are_refused(weights: Any) -> N
 def test_weights_that_are_no_probabilities_end_the_start(weight: float) -> None:
     """Row 14 of the public cases: one line in place of torch's traceback."""
     first, others = [weight], [0.0 if weight == 0.0 else 1.0] * (NUM_SAMPLES - 1)
-    with pytest.raises(ConfigError, match="sample_weights of the training set: must be finite, from 0, and not all 0"):
+    with pytest.raises(
+        ConfigError,
+        match="sample_weights of the training set: must be finite, from 0, and not all 0",
+    ):
         seen(Weighted(first + others), 1, 0)
 
 
@@ -109,9 +120,17 @@ def build_datasets(config: DataConfig) -> Any:
 
 def test_ranks_train_on_the_same_drawn_samples_and_go_on_with_them(project: Project) -> None:
     project.append("dataset.py", WEIGHTED_DATA)
-    words = [*DOUBLE, "data.noise=0.1", "data.max_length=9", "training.epochs=2", "checkpoint.every_steps=5"]
+    words = [
+        *DOUBLE,
+        "data.noise=0.1",
+        "data.max_length=9",
+        "training.epochs=2",
+        "checkpoint.every_steps=5",
+    ]
     for num_ranks in (1, 2, 3):
-        project.run(*words, f"name=ranks-{num_ranks}", f"device_ids={','.join(['cpu'] * num_ranks)}")
+        project.run(
+            *words, f"name=ranks-{num_ranks}", f"device_ids={','.join(['cpu'] * num_ranks)}"
+        )
     losses = [line["loss"] for line in project.lines("ranks-1")]
     for name in ("ranks-2", "ranks-3"):
         assert [line["loss"] for line in project.lines(name)] == pytest.approx(losses, rel=1e-10)
@@ -153,14 +172,22 @@ def test_class_weights_on_the_module_give_the_mean_of_the_whole_batch(project: P
     project.append("model.py", CLASS_WEIGHTS)
     words = [*DOUBLE, "training.max_gradient_norm=0.5", "training.epochs=1"]
     small = ["training.micro_batch_size=3", "evaluation.micro_batch_size=2"]
-    project.run_many({"whole": ["device_ids=cpu", *words], "pieces": ["device_ids=cpu", *words, *small]})
-    ranks = {name: ["device_ids=cpu,cpu", f"strategy={name}", *words, *small] for name in ("ddp", "fsdp")}
+    project.run_many(
+        {"whole": ["device_ids=cpu", *words], "pieces": ["device_ids=cpu", *words, *small]}
+    )
+    ranks = {
+        name: ["device_ids=cpu,cpu", f"strategy={name}", *words, *small] for name in ("ddp", "fsdp")
+    }
     project.run_many(ranks)
     expected = project.checkpoint("whole", 7)["model"]
     for name in ("pieces", *ranks):
         for split, keys in (("train", ("loss", "gradient_norm")), ("validation", ("loss",))):
-            for line, whole in zip(project.lines(name, split), project.lines("whole", split), strict=True):
-                assert [line[key] for key in keys] == pytest.approx([whole[key] for key in keys], rel=1e-10), name
+            for line, whole in zip(
+                project.lines(name, split), project.lines("whole", split), strict=True
+            ):
+                assert [line[key] for key in keys] == pytest.approx(
+                    [whole[key] for key in keys], rel=1e-10
+                ), name
         for key, weight in project.checkpoint(name, 7)["model"].items():
             torch.testing.assert_close(weight, expected[key], rtol=1e-8, atol=1e-8)
 
@@ -172,13 +199,25 @@ def test_data_parallel_shows_what_is_on_the_module() -> None:
             return self.get_buffer("class_weights") * 2
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    devices = tuple(torch.device(kind, index) for index in range(2)) if kind == "cuda" else (torch.device("cpu"),) * 2
+    devices = (
+        tuple(torch.device(kind, index) for index in range(2))
+        if kind == "cuda"
+        else (torch.device("cpu"),) * 2
+    )
     strategy = DataParallelStrategy(TrainingConfig(), RankContext(devices=devices), DdpConfig())
     module = Module(3, 2)
     module.register_buffer("class_weights", torch.ones(2))
     strategy.prepare(module, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
     model: Any = strategy.model
-    assert model is not module and model.class_weights is module.class_weights and model.out_features == 2
-    assert model.twice().tolist() == [2.0, 2.0] if kind == "cpu" else len(model(torch.ones(5, 3).cuda())) == 5
+    assert (
+        model is not module
+        and model.class_weights is module.class_weights
+        and model.out_features == 2
+    )
+    assert (
+        model.twice().tolist() == [2.0, 2.0]
+        if kind == "cpu"
+        else len(model(torch.ones(5, 3).cuda())) == 5
+    )
     with pytest.raises(AttributeError, match="no_such_name"):
         model.no_such_name  # noqa: B018

@@ -69,16 +69,27 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
     """Return a row for each way to train on these devices. The first row, with one device, is meant as the baseline."""
     is_single, precision = len(device_ids) == 1, "bf16" if "cpu" in device_ids else "auto"
     name, ids = "one device" if is_single else "ddp", ",".join(device_ids)
-    plain = {"device_ids": ids, "strategy": "ddp", "training.precision": "fp32", "training.compile": "false"}
+    plain = {
+        "device_ids": ids,
+        "strategy": "ddp",
+        "training.precision": "fp32",
+        "training.compile": "false",
+    }
     found = available_files("strategies")
     ways = {
         "one device": {"device_ids": device_ids[0]},
         "ddp": {},
         f"{name}, 16-bit": {"training.precision": precision},
         f"{name}, compile": {"training.compile": "true"},
-        **{strategy: {"strategy": strategy} for strategy in sorted({"data_parallel", "fsdp", *found} - {"ddp"})},
+        **{
+            strategy: {"strategy": strategy}
+            for strategy in sorted({"data_parallel", "fsdp", *found} - {"ddp"})
+        },
     }
-    rows = [Row(name, [f"{key}={value}" for key, value in (plain | own).items()]) for name, own in ways.items()]
+    rows = [
+        Row(name, [f"{key}={value}" for key, value in (plain | own).items()])
+        for name, own in ways.items()
+    ]
     return [row for row in rows if row.name.startswith("one device") or not is_single]
 
 
@@ -87,7 +98,9 @@ def main(line: CommandLine) -> int:
     config = line.load_config()
     devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
     visible = find_gpus(os.environ).visible
-    device_ids = [str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names]
+    device_ids = [
+        str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names
+    ]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     options = vars(config)["benchmark"]
@@ -101,10 +114,19 @@ def main(line: CommandLine) -> int:
         except StopRun as stop:
             exit_code = stop.code
         shutil.rmtree(folder / "run", ignore_errors=True)
-        report: dict[str, Any] = {"name": config.name, "steps": options.steps, "rounds": options.rounds}
-        report["rows"] = summarize(rows, [text for text in sys.argv[1:] if not text.startswith("benchmark")])
+        report: dict[str, Any] = {
+            "name": config.name,
+            "steps": options.steps,
+            "rounds": options.rounds,
+        }
+        report["rows"] = summarize(
+            rows, [text for text in sys.argv[1:] if not text.startswith("benchmark")]
+        )
         idle = [row for row in rows if row.reason or not row.runs]
-        report["not_run"] = [{"name": row.name, "reason": row.reason or "interrupted before its turn"} for row in idle]
+        report["not_run"] = [
+            {"name": row.name, "reason": row.reason or "interrupted before its turn"}
+            for row in idle
+        ]
         write_json(folder / "benchmark.json", report)
         print(f"\n{as_markdown(report)}", end="")
     return exit_code or int(not report["rows"])
@@ -128,7 +150,9 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
             process.wait()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a fork server would share the cores with the next row's start
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # a fork server would share the cores with the next row's start
     if process.returncode == 0:
         row.runs.append(read_run(directory))
     else:
@@ -162,7 +186,11 @@ def find_reason(log: Path, exit_code: int) -> str:
     """Return the line of a failed run's log that gives the cause: an error message or, failing that, the last line."""
     output = log.read_text(encoding="utf-8", errors="replace")
     found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
-    return (found[1] or found[0]) if found else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
+    return (
+        (found[1] or found[0])
+        if found
+        else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
+    )
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
@@ -174,7 +202,9 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
     """
     summaries: list[dict[str, Any]] = []
     for row in (row for row in rows if row.runs):
-        entry: dict[str, Any] = {key: median(run[key] for run in row.runs) for key in MEDIANS.split()}
+        entry: dict[str, Any] = {
+            key: median(run[key] for run in row.runs) for key in MEDIANS.split()
+        }
         summaries.append(entry)
         base, times = summaries[0], [run["seconds_per_step"] for run in row.runs]
         # Dropout depends on the number of ranks. Early in a training this alone can change the loss by a fifth.
@@ -182,7 +212,10 @@ def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:
         limit = base["final_loss"] + gain / 2 + TOLERANCE * abs(base["final_loss"])
         keys = {argument.partition("=")[0] for argument in row.arguments}
         others = [argument for argument in typed if argument.partition("=")[0] not in keys]
-        entry |= {"name": row.name, "command": shlex.join(["python", "run.py", *others, *row.arguments])}
+        entry |= {
+            "name": row.name,
+            "command": shlex.join(["python", "run.py", *others, *row.arguments]),
+        }
         entry |= {"spread": (max(times) - min(times)) / median(times), "runs": row.runs}
         entry |= {"speed_up": base["seconds_per_step"] / entry["seconds_per_step"]}
         entry |= {"is_loss_wrong": not entry["final_loss"] <= limit}
@@ -194,11 +227,19 @@ def as_markdown(report: dict[str, Any]) -> str:
     rows, lines = report["rows"], [f"# Benchmark of {report['name']}", ""]
     if rows:
         run = rows[0]["runs"][0]
-        lines += ["; ".join([*run["devices"], run["platform"], f"torch {run['libraries']['torch']}"]), TABLE]
+        lines += [
+            "; ".join([*run["devices"], run["platform"], f"torch {run['libraries']['torch']}"]),
+            TABLE,
+        ]
         lines += [ROW.format(**row, mark="(!)" * row["is_loss_wrong"]) for row in rows]
         lines += [LEGEND.format(**(run | report), num_warm_up_steps=NUM_WARM_UP_STEPS)]
     if report["not_run"]:
-        lines += ["Not run:", "", *(f"- {row['name']}: {row['reason']}" for row in report["not_run"]), ""]
+        lines += [
+            "Not run:",
+            "",
+            *(f"- {row['name']}: {row['reason']}" for row in report["not_run"]),
+            "",
+        ]
     if sound := [row for row in rows if not row["is_loss_wrong"]]:
         row = min(sound, key=lambda row: row["seconds_per_step"])
         speed_up = f"{row['speed_up']:.2f} times the speed of {rows[0]['name']}"

@@ -56,7 +56,9 @@ class Machine:
 def main(line: CommandLine) -> int:
     """Run the checks and print their findings. Return 1 if any finding has the status `broken`, otherwise 0."""
     if line.rest not in ([], ["--json"]):
-        raise ConfigError(f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value.")
+        raise ConfigError(
+            f"{one_line(' '.join(line.rest))}: doctor takes --json, and settings of the form key=value."
+        )
     findings = []
     for finding in _consult(line):
         findings.append(finding)
@@ -67,13 +69,17 @@ def main(line: CommandLine) -> int:
     if line.rest:
         print(json.dumps({"checks": [finding._asdict() for finding in findings]}, indent=2))
     else:
-        print(f"doctor: {counts['ok']} ok, {counts['warning']} to look at, {counts['broken']} broken")
+        print(
+            f"doctor: {counts['ok']} ok, {counts['warning']} to look at, {counts['broken']} broken"
+        )
     return int(counts["broken"] > 0)
 
 
 def _consult(line: CommandLine) -> Iterator[Finding]:
     """Run the checks in a child process, and yield each finding when it arrives. Stop if a check takes too long."""
-    os.environ["RES_OPTIONS"] = "timeout:2 attempts:1"  # otherwise a name service that is away takes all the time
+    os.environ["RES_OPTIONS"] = (
+        "timeout:2 attempts:1"  # otherwise a name service that is away takes all the time
+    )
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=run_checks, args=(line, sender))
@@ -105,7 +111,9 @@ def run_checks(line: CommandLine, answers: Connection) -> None:
         except (Exception, SystemExit) as error:
             findings = [Finding(name, "broken", one_line(f"{type(error).__name__}: {error}"))]
             traceback.print_exc()
-        answers.send([f._replace(remedy="" if f.status == "ok" else f.remedy or remedy) for f in findings])
+        answers.send(
+            [f._replace(remedy="" if f.status == "ok" else f.remedy or remedy) for f in findings]
+        )
 
 
 def check_versions(_: Machine) -> Iterator[Finding]:
@@ -121,7 +129,11 @@ def check_versions(_: Machine) -> Iterator[Finding]:
         except PackageNotFoundError:
             problems[name] = f"{name} is missing"
     status = "broken" if problems.keys() & {"python", "torch"} else "warning" if problems else "ok"
-    yield Finding("versions", status, "; ".join(problems.values()) or f"{len(wanted)} as {PYPROJECT.name} wants them")
+    yield Finding(
+        "versions",
+        status,
+        "; ".join(problems.values()) or f"{len(wanted)} as {PYPROJECT.name} wants them",
+    )
 
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
@@ -144,7 +156,9 @@ def check_disk(_: Machine) -> Iterator[Finding]:
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         file.write(bytes(2**20))
     free = shutil.disk_usage(folder).free
-    yield Finding("disk", _grade(free, fine=5 * GIB, enough=0), f"{folder} has {free / GIB:.1f} GiB free")
+    yield Finding(
+        "disk", _grade(free, fine=5 * GIB, enough=0), f"{folder} has {free / GIB:.1f} GiB free"
+    )
 
 
 def check_torch(_: Machine) -> Iterator[Finding]:
@@ -167,7 +181,9 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     gpus = find_gpus(os.environ, machine.nvml)
     num_seen, has_driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version").exists()
     problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
-    is_harmless = problem.startswith("NVML: ") if gpus.present else not has_driver  # Jetson, AMD; no GPU
+    is_harmless = (
+        problem.startswith("NVML: ") if gpus.present else not has_driver
+    )  # Jetson, AMD; no GPU
     status, remedy = "ok" if is_harmless or not problem else "broken", ""
     if gpus.present and not gpus.visible:
         status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
@@ -177,7 +193,12 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     yield Finding("driver", status, detail, remedy)
     for gpu in gpus.present:
         name, _, detail = f"{gpu}  {gpu.problem}".rstrip().partition("  ")
-        yield Finding(name, "warning" if gpu.problem else "ok", detail, "Leave it out, or install an older torch.")
+        yield Finding(
+            name,
+            "warning" if gpu.problem else "ok",
+            detail,
+            "Leave it out, or install an older torch.",
+        )
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
@@ -188,9 +209,19 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 
     launch = replace(machine.config.launch, wait_minutes=0.0)
     names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
-    machine.gpus, gpus = [name for name in dict.fromkeys(names) if ":" in name], find_gpus(os.environ, machine.nvml)
-    told = [f"GPU {gpus.visible[int(name[5:])].index} is {name}" if ":" in name else name for name in names]
-    warnings = [note for note in notes if note.startswith("no GPU") or note.endswith("too")] if gpus.present else []
+    machine.gpus, gpus = (
+        [name for name in dict.fromkeys(names) if ":" in name],
+        find_gpus(os.environ, machine.nvml),
+    )
+    told = [
+        f"GPU {gpus.visible[int(name[5:])].index} is {name}" if ":" in name else name
+        for name in names
+    ]
+    warnings = (
+        [note for note in notes if note.startswith("no GPU") or note.endswith("too")]
+        if gpus.present
+        else []
+    )
     yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
 
 
@@ -214,7 +245,9 @@ def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
 
     code = launch(sum_of_ones, config, Node(Devices(devices, []), len(devices)), len(devices))
     result = "failed, see the traceback" if code else "works"
-    return Finding(name, "broken" if code else "ok", f"an all-reduce over {', '.join(devices)} {result}")
+    return Finding(
+        name, "broken" if code else "ok", f"an all-reduce over {', '.join(devices)} {result}"
+    )
 
 
 def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
@@ -231,15 +264,47 @@ def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
 # Name, function, and the remedy for a finding that has none of its own, or if the check itself fails or hangs.
 CHECKS: tuple[tuple[str, Callable[[Machine], Iterator[Finding]], str], ...] = (
     ("versions", check_versions, "Type: python -m pip install -c constraints.txt -e ."),
-    ("shared memory", check_shared_memory, "Remove old files there; in a container: docker run --shm-size=8g."),
-    ("open files", check_open_files, "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5))."),
-    ("disk", check_disk, "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs"),
-    ("torch", check_torch, "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch"),
-    ("config", check_config, "Mend model.py and dataset.py: their import and complete_config() must raise nothing."),
+    (
+        "shared memory",
+        check_shared_memory,
+        "Remove old files there; in a container: docker run --shm-size=8g.",
+    ),
+    (
+        "open files",
+        check_open_files,
+        "Type: ulimit -n 4096, or ask for a higher hard limit (limits.conf(5)).",
+    ),
+    (
+        "disk",
+        check_disk,
+        "Make room, or let runs be a link to another disk: ln -s /PATH/WITH/ROOM runs",
+    ),
+    (
+        "torch",
+        check_torch,
+        "Slow disk? Or type: python -m pip install --force-reinstall -c constraints.txt torch",
+    ),
+    (
+        "config",
+        check_config,
+        "Mend model.py and dataset.py: their import and complete_config() must raise nothing.",
+    ),
     ("driver", check_gpus, "Does nvidia-smi answer? If not, reboot, or install the driver again."),
-    ("devices", check_devices, "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib."),
-    ("gloo", check_gloo, "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set."),
-    ("GPU link", check_gpu_link, "If NCCL_P2P_DISABLE=1 helps, switch off ACS or IOMMU in the BIOS, or always set it."),
+    (
+        "devices",
+        check_devices,
+        "Wait, or see device_ids, launch.share_gpus and launch.min_free_memory_gib.",
+    ),
+    (
+        "gloo",
+        check_gloo,
+        "A firewall? Set launch.network_interface, or unset GLOO_SOCKET_IFNAME if it is set.",
+    ),
+    (
+        "GPU link",
+        check_gpu_link,
+        "If NCCL_P2P_DISABLE=1 helps, switch off ACS or IOMMU in the BIOS, or always set it.",
+    ),
 )
 
 

@@ -31,7 +31,15 @@ from .. import CommandLine
 SCORES = ("precision", "recall", "f1")
 NOT_DRAWN = ("split", "step", "epoch", "num_samples")
 # Curves differ in colour and in line, for the colour-blind and for print in black and white: 21 styles.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito 2008, no yellow
+COLORS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito 2008, no yellow
 LINES = ("solid", "dashed", "dotted")  # both matplotlib and CSS know these words
 DRAWING: Any = {
     "font.size": 9, "svg.fonttype": "none", "text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3,
@@ -51,9 +59,16 @@ def main(line: CommandLine) -> int:
 
 def find_runs(folder: Path) -> list[Path]:
     """If `folder` is a run, return [folder]. If it is a sweep, return its runs. If it is neither, raise ConfigError."""
-    runs = [folder] if (folder / "metrics.jsonl").exists() else [path.parent for path in folder.glob("*/metrics.jsonl")]
+    runs = (
+        [folder]
+        if (folder / "metrics.jsonl").exists()
+        else [path.parent for path in folder.glob("*/metrics.jsonl")]
+    )
     if not runs:
-        paths = [path.relative_to(run_directory("")) for path in run_directory("").glob("**/metrics.jsonl")]
+        paths = [
+            path.relative_to(run_directory(""))
+            for path in run_directory("").glob("**/metrics.jsonl")
+        ]
         there = ", ".join(sorted({path.parts[0] for path in paths})) or "none so far"
         raise ConfigError(f"{folder}: holds no run. Name one or more of: {there}.")
     return sorted(runs)
@@ -66,7 +81,9 @@ def write_report(directories: list[Path], path: Path) -> None:
     parts = describe_run(directories[0]) if len(directories) == 1 else compare_runs(directories)
     parts |= {"curves": draw_all(directories), "colors": COLORS, "lines": LINES}
     text = environment.get_template("page.html").render(parts)
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8", errors="backslashreplace"))
+    write_whole(
+        path, lambda beside: beside.write_text(text, encoding="utf-8", errors="backslashreplace")
+    )
 
 
 def show(value: Any) -> str:
@@ -86,37 +103,69 @@ def describe_run(directory: Path) -> dict[str, Any]:
         _, step, name = path.stem.split("_", 2)
         if len(newest := media.setdefault(name, [])) < 3:  # images and texts of each name
             content, key = path.read_bytes(), "image" if path.suffix == ".png" else "text"
-            text = base64.b64encode(content).decode() if key == "image" else content.decode(errors="replace")
+            text = (
+                base64.b64encode(content).decode()
+                if key == "image"
+                else content.decode(errors="replace")
+            )
             newest.append({"step": step.lstrip("0"), key: text})
     parts: dict[str, Any] = {"title": directory.name, "media": media, "default": default}
-    parts |= {key: dotted(read_json(directory / f"{key}.json")) for key in ("summary", "environment", "evaluation")}
+    parts |= {
+        key: dotted(read_json(directory / f"{key}.json"))
+        for key in ("summary", "environment", "evaluation")
+    }
     matrices = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
     parts |= {"reports": [matrix | {"classes": class_scores(matrix)} for matrix in matrices]}
-    log = "".join(path.read_text(encoding="utf-8", errors="replace") for path in directory.glob("logs/rank_0.log"))
-    parts |= {"config": read_config(directory), "resumed_after": re.findall(r"resuming after step (\d+)", log)}
+    log = "".join(
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in directory.glob("logs/rank_0.log")
+    )
+    parts |= {
+        "config": read_config(directory),
+        "resumed_after": re.findall(r"resuming after step (\d+)", log),
+    }
     return parts | {"num_stops": log.count("stopped: the same command continues")}
 
 
 def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return precision, recall, f1 and support of each class, then macro and weighted averages. 0 / 0 counts as 0."""
     counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
-    correct, support, predicted, total = counts.diagonal(), counts.sum(1), counts.sum(0), counts.sum()
+    correct, support, predicted, total = (
+        counts.diagonal(),
+        counts.sum(1),
+        counts.sum(0),
+        counts.sum(),
+    )
     pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
     scores = numpy.stack([part / whole.clip(min=1) for part, whole in pairs], 1)  # (classes, 3)
     scores = numpy.vstack([scores, scores.mean(0), support @ scores / max(1, total)])
-    names = [*labels[: len(counts)], *range(len(labels), len(counts)), "macro average", "weighted average"]
+    names = [
+        *labels[: len(counts)],
+        *range(len(labels), len(counts)),
+        "macro average",
+        "weighted average",
+    ]
     return [
         {"label": str(name), **dict(zip(SCORES, row, strict=True)), "support": int(num_samples)}
-        for name, row, num_samples in zip(names, scores.tolist(), [*support, total, total], strict=True)
+        for name, row, num_samples in zip(
+            names, scores.tolist(), [*support, total, total], strict=True
+        )
     ]
 
 
 def class_table(path: Path) -> str:
     """Format a file from reports/ for the console: the scores of each class and the confusion matrix."""
     report = read_json(path)
-    lines, rows = [report["title"], f"{'':24}precision  recall      f1  support"], class_scores(report)
+    lines, rows = (
+        [report["title"], f"{'':24}precision  recall      f1  support"],
+        class_scores(report),
+    )
     for row in rows:
-        lines.append(f"{row['label'][:24]:24}" + "".join(f"{row[s]:8.4f}" for s in SCORES) + f"{row['support']:9}")
+        lines.append(
+            f"{row['label'][:24]:24}"
+            + "".join(f"{row[s]:8.4f}" for s in SCORES)
+            + f"{row['support']:9}"
+        )
     lines += ["", "rows: true class; columns: predicted class"]
     for row, counts in zip(rows, report["confusion_matrix"], strict=False):
         lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
@@ -130,14 +179,25 @@ def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:
     keys = [key for key in all_keys if len({one_line(config.get(key)) for config in configs}) > 1]
     metric, mode = (configs[0].get(f"evaluation.{key}", "") for key in ("metric", "mode"))
     for path, config in zip(directories, configs, strict=True):
-        summary, settings = read_json(path / "summary.json"), {key: one_line(config.get(key)) for key in keys}
+        summary, settings = (
+            read_json(path / "summary.json"),
+            {key: one_line(config.get(key)) for key in keys},
+        )
         value, status = (summary.get("best") or {}).get(metric), summary.get("status", "not ended")
         runs.append({"name": path.name, "status": status, "value": value, "settings": settings})
     means = mean_over_seeds([(run["settings"], run["value"]) for run in runs], mode)
-    return {"title": f"{len(runs)} runs", "runs": runs, "keys": keys, "metric": metric, "means": means}
+    return {
+        "title": f"{len(runs)} runs",
+        "runs": runs,
+        "keys": keys,
+        "metric": metric,
+        "means": means,
+    }
 
 
-def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: str) -> list[dict[str, Any]]:
+def mean_over_seeds(
+    results: list[tuple[dict[str, Any], float | None]], mode: str
+) -> list[dict[str, Any]]:
     """Group runs that differ only in the seed. Return the groups, best first.
 
     Each group holds the mean and standard deviation of its runs' results, and the number of runs.
@@ -150,7 +210,14 @@ def mean_over_seeds(results: list[tuple[dict[str, Any], float | None]], mode: st
     means: list[dict[str, Any]] = []
     for text, values in groups.items():
         std = stdev(values) if len(values) > 1 else None
-        means.append({"settings": json.loads(text), "mean": mean(values), "std": std, "num_runs": len(values)})
+        means.append(
+            {
+                "settings": json.loads(text),
+                "mean": mean(values),
+                "std": std,
+                "num_runs": len(values),
+            }
+        )
     return sorted(means, key=lambda entry: entry["mean"], reverse=mode == "max")
 
 
@@ -158,14 +225,20 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
     """Return the curves as SVG text: one figure per metric or, if there are several runs, per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that matplotlib's font lacks: the browser has them
+        warnings.simplefilter(
+            "ignore"
+        )  # letters that matplotlib's font lacks: the browser has them
         for index, directory in enumerate(directories):
             for split_index, (split, lines) in enumerate(read_metrics(directory).items()):
-                for key in dict.fromkeys(key for line in lines for key in line if key not in NOT_DRAWN):
+                for key in dict.fromkeys(
+                    key for line in lines for key in line if key not in NOT_DRAWN
+                ):
                     title, style = (key, split_index) if is_single else (f"{split}: {key}", index)
                     axes = figures[title].gca()
                     axes.set(title=title, xlabel="step")
-                    steps, values = zip(*((line["step"], line[key]) for line in lines if key in line), strict=True)
+                    steps, values = zip(
+                        *((line["step"], line[key]) for line in lines if key in line), strict=True
+                    )
                     color, line_style = COLORS[style % len(COLORS)], LINES[style % len(LINES)]
                     marker = "." if len(steps) == 1 else ""
                     axes.plot(steps, values, marker=marker, color=color, ls=line_style, label=split)
@@ -182,7 +255,9 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
 def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the lines of metrics.jsonl, grouped by split. Skip a line that is only half written."""
     path, splits = directory / "metrics.jsonl", dict[str, list[dict[str, Any]]]()
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    ):
         with suppress(ValueError):
             values = json.loads(line)
             splits.setdefault(values["split"], []).append(values)

@@ -35,7 +35,9 @@ from ..report import dotted, mean_over_seeds, read_json, read_metrics, show
 
 POLL_SECONDS = 0.3
 ENDED_WELL = ("complete", "pruned")
-Number = Annotated[Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))]
+Number = Annotated[
+    Any, BeforeValidator(lambda text: int(text) if re.fullmatch(r"-?\d+", text) else float(text))
+]
 Choices = Annotated[list[Any], Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -76,9 +78,17 @@ class Search(BaseModel, extra="forbid"):
                 space[key] = kind(way.low, way.high, log=way.log)
             else:
                 space[key] = kinds.CategoricalDistribution(way)
-        options: dict[str, Any] = {"direction": f"{mode}imize", "study_name": "sweep", "load_if_exists": True}
-        options["sampler"] = optuna.samplers.TPESampler(constant_liar=True)  # several trials at once differ
-        return optuna.create_study(storage=f"sqlite:///{folder.absolute()}/study.db", **options), space
+        options: dict[str, Any] = {
+            "direction": f"{mode}imize",
+            "study_name": "sweep",
+            "load_if_exists": True,
+        }
+        options["sampler"] = optuna.samplers.TPESampler(
+            constant_liar=True
+        )  # several trials at once differ
+        return optuna.create_study(
+            storage=f"sqlite:///{folder.absolute()}/study.db", **options
+        ), space
 
 
 class Sweep(BaseModel, extra="forbid"):
@@ -88,7 +98,9 @@ class Sweep(BaseModel, extra="forbid"):
     grid: dict[str, Choices] | None = None  # all combinations of these values
     runs: list[dict[str, Any]] | None = None  # the settings of each run
     search: Search | None = None
-    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = None  # of each run; None: auto:1, or cpu without GPUs
+    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = (
+        None  # of each run; None: auto:1, or cpu without GPUs
+    )
     at_once: Positive | Literal["auto"] = "auto"
     seed: int = 0  # of the trials that a random search draws
 
@@ -102,10 +114,17 @@ class Sweep(BaseModel, extra="forbid"):
         """Return each run's settings, without duplicates. If optuna chooses them, return example settings."""
         wanted = self.runs or []
         if self.grid:
-            wanted = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
+            wanted = [
+                dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
+            ]
         elif self.search:
-            generator, space = random.Random(self.seed), self.search.space.items()  # more trials: the same ones first
-            wanted = [{key: draw(way, generator) for key, way in space} for _ in range(self.search.trials)]
+            generator, space = (
+                random.Random(self.seed),
+                self.search.space.items(),
+            )  # more trials: the same ones first
+            wanted = [
+                {key: draw(way, generator) for key, way in space} for _ in range(self.search.trials)
+            ]
         return list({repr(settings): settings for settings in map(as_arguments, wanted)}.values())
 
 
@@ -122,7 +141,10 @@ def draw(way: Range | list[Any], generator: random.Random) -> Any:
 def as_arguments(settings: dict[str, Any]) -> dict[str, str]:
     """Return the settings as text, keyed by dotted name, in the form that the command line takes."""
     items = dotted(settings).items()
-    return {key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value) for key, value in items}
+    return {
+        key: json.dumps(value) if isinstance(value, list | dict | NoneType) else str(value)
+        for key, value in items
+    }
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -133,7 +155,9 @@ def read_sweep(path: Path) -> Sweep:
         problem = error.errors(include_url=False)[0]
         value = "" if isinstance(problem["input"], dict) else f"={one_line(problem['input'])}"
         mistake = f"{'.'.join(map(str, problem['loc']))}{value}: {problem['msg']}".lstrip(": ")
-        raise ConfigError(f"{path}: {mistake}. A sweep has the keys {', '.join(Sweep.model_fields)}.") from None
+        raise ConfigError(
+            f"{path}: {mistake}. A sweep has the keys {', '.join(Sweep.model_fields)}."
+        ) from None
 
 
 @dataclass
@@ -149,7 +173,9 @@ class Run:
 def main(line: CommandLine) -> int:
     """Run the sweep. Return 0 if all runs are complete or pruned, 130 after Ctrl-C, 143 after SIGTERM, otherwise 1."""
     if len(line.rest) != 1:
-        raise ConfigError("sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]")
+        raise ConfigError(
+            "sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]"
+        )
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
     with run_lock(runner.folder):
         runner.plan()
@@ -168,11 +194,16 @@ class SweepRunner:
         num_gpus = len(find_gpus(os.environ).visible)
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
-        arguments = [self.list_arguments(Run("run", settings)) for settings in sweep.list_settings()]
+        arguments = [
+            self.list_arguments(Run("run", settings)) for settings in sweep.list_settings()
+        ]
         config, *_ = [replace(line, overrides=own).load_config() for own in arguments]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
-        self.is_on_cpu, self.num_slots = "cpu" in device_ids, 1  # 1 if a run names its GPUs or takes all free ones
+        self.is_on_cpu, self.num_slots = (
+            "cpu" in device_ids,
+            1,
+        )  # 1 if a run names its GPUs or takes all free ones
         if sweep.at_once != "auto":
             self.num_slots = sweep.at_once
         elif self.is_on_cpu:
@@ -185,7 +216,9 @@ class SweepRunner:
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
-        self.is_same = stored.get("config") == self.config  # otherwise each starts again; a complete one ends at once
+        self.is_same = (
+            stored.get("config") == self.config
+        )  # otherwise each starts again; a complete one ends at once
         wanted = self.sweep.list_settings()
         if self.search is not None:  # self.runs[i] is the study's trial i
             self.study, self.space = self.search.open_study(self.folder, self.mode)
@@ -201,7 +234,10 @@ class SweepRunner:
         """
         parts = [f"{1 + len(self.former) + len(self.runs):02d}"]
         for key, value in settings.items():
-            parts += [key.rpartition(".")[2], re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8]]
+            parts += [
+                key.rpartition(".")[2],
+                re.sub("[^A-Za-z0-9.-]+", "_", str(value)).strip("_")[:8],
+            ]
         run = Run("-".join(parts)[:80], settings)
         former = next((former for former in self.former if former["settings"] == settings), None)
         if former is not None:
@@ -213,19 +249,28 @@ class SweepRunner:
 
     def list_arguments(self, run: Run) -> list[str]:
         """Return the key=value arguments with which to start the run."""
-        arguments = [f"device_ids={self.devices}", "launch.wait_minutes=525600", *self.line.overrides]
+        arguments = [
+            f"device_ids={self.devices}",
+            "launch.wait_minutes=525600",
+            *self.line.overrides,
+        ]
         settings = as_arguments(run.settings).items()
         return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]
 
     def run_all(self) -> int:
         """Run the sweep until all runs have ended or a signal asks it to stop. Return the exit code."""
-        bars = [tqdm(bar_format="{desc}", position=slot, leave=False, disable=None) for slot in range(self.num_slots)]
+        bars = [
+            tqdm(bar_format="{desc}", position=slot, leave=False, disable=None)
+            for slot in range(self.num_slots)
+        ]
         try:
             with stop_signals_call(raise_stop):
                 while self.fill_slots():
                     time.sleep(POLL_SECONDS)
                     for slot, (run, process) in [*self.running.items()]:
-                        bars[slot].set_description_str(self.describe(run)[: get_terminal_size().columns - 1])
+                        bars[slot].set_description_str(
+                            self.describe(run)[: get_terminal_size().columns - 1]
+                        )
                         if run.status == "running" and self.is_hopeless(run):
                             run.status = "pruned"
                             process.terminate()
@@ -246,8 +291,13 @@ class SweepRunner:
 
     def describe(self, run: Run) -> str:
         """Return one line with the run's name, step, time left and latest metrics, taken from its log."""
-        log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
-        progress, metrics = re.findall(r"(step \d+/\d+).* (\S+ left)", log), re.findall(r": validation (.*)", log)
+        log = (self.folder / f"{run.name}.log").read_text(encoding="utf-8", errors="replace")[
+            -4000:
+        ]
+        progress, metrics = (
+            re.findall(r"(step \d+/\d+).* (\S+ left)", log),
+            re.findall(r": validation (.*)", log),
+        )
         return ", ".join([run.name, *(progress[-1] if progress else ()), *metrics[-1:]])
 
     def fill_slots(self) -> bool:
@@ -265,8 +315,12 @@ class SweepRunner:
         run.status, log = "running", self.folder / f"{run.name}.log"
         self.write()
         tqdm.write(f"{run.name}: begins, see {log}")
-        process = start_run(["--config", str(self.line.config_path), *self.list_arguments(run)], self.folder, log)
-        if self.is_on_cpu and sys.platform == "linux":  # threads of two runs on one core would wait for each other
+        process = start_run(
+            ["--config", str(self.line.config_path), *self.list_arguments(run)], self.folder, log
+        )
+        if (
+            self.is_on_cpu and sys.platform == "linux"
+        ):  # threads of two runs on one core would wait for each other
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(process.pid, cores[slot :: self.num_slots] or cores)
         return process
@@ -277,8 +331,13 @@ class SweepRunner:
             return False
         from optuna.trial import Trial
 
-        stored, lines = self.study.trials[self.runs.index(run)], read_metrics(self.folder / run.name)
-        if stored.state.is_finished():  # the trial has ended before, and its run continues with more epochs
+        stored, lines = (
+            self.study.trials[self.runs.index(run)],
+            read_metrics(self.folder / run.name),
+        )
+        if (
+            stored.state.is_finished()
+        ):  # the trial has ended before, and its run continues with more epochs
             return False
         trial = Trial(self.study, stored._trial_id)
         for line in lines.get("validation", [])[len(stored.intermediate_values) :]:
@@ -300,7 +359,9 @@ class SweepRunner:
             from optuna.trial import TrialState
 
             self.is_hopeless(run)
-            value, state = (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
+            value, state = (
+                (run.value, None) if run.status == "complete" else (None, TrialState.PRUNED)
+            )
             self.study.tell(self.runs.index(run), value, state, skip_if_finished=True)
         self.write()
         tqdm.write(f"{run.name}: {run.status}, {run.reason or f'{self.metric} {show(run.value)}'}")
@@ -308,17 +369,30 @@ class SweepRunner:
     def write(self) -> None:
         """Write sweep.json: the runs, the base config, and the mean result of runs that differ only in the seed."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
-        runs = [*map(vars, self.runs), *self.former]  # runs that the sweep file no longer names stay listed
-        content = {"metric": self.metric, "mode": self.mode, "runs": runs, "means": means, "config": self.config}
+        runs = [
+            *map(vars, self.runs),
+            *self.former,
+        ]  # runs that the sweep file no longer names stay listed
+        content = {
+            "metric": self.metric,
+            "mode": self.mode,
+            "runs": runs,
+            "means": means,
+            "config": self.config,
+        }
         write_json(self.folder / "sweep.json", content)
 
     def print_table(self) -> None:
         """Print all runs, the best first, and the command that evaluates the best run."""
         sign = -1 if self.mode == "max" else 1
-        order = sorted(self.runs, key=lambda run: math.inf if run.value is None else sign * run.value)
+        order = sorted(
+            self.runs, key=lambda run: math.inf if run.value is None else sign * run.value
+        )
         print(f"\n{self.metric:>12}  {'step':>8}  run")
         for run in order:
-            print(f"{show(run.value):>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip())
+            print(
+                f"{show(run.value):>12}  {run.step or '':>8}  {run.name}  {run.status}  {run.reason}".rstrip()
+            )
         if order and order[0].value is not None:
             print(f"\nThe best single run is {order[0].name}. To evaluate it, and to look at all:")
             print(f"  {RUNS_FOLDER}={self.folder} python run.py evaluate name={order[0].name}")

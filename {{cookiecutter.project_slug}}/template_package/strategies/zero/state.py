@@ -45,17 +45,24 @@ class Groups:
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._groups = optimizer.param_groups if optimizer is not None else []
         self._names = [[names[p] for p in group["params"]] for group in self._groups]
-        self._trained = [[names[p] for p in group["params"] if p.requires_grad] for group in self._groups]
+        self._trained = [
+            [names[p] for p in group["params"] if p.requires_grad] for group in self._groups
+        ]
         self.trained = [name for group in self._trained for name in group]
 
     def leave_trained(self, optimizer: Optimizer) -> None:
         """Remove groups without trained parameters. Stages 1 and 2 fail on such groups, and stage 3 miscounts them."""
-        optimizer.param_groups = [group for group, names in zip(self._groups, self._trained, strict=True) if names]
+        optimizer.param_groups = [
+            group for group, names in zip(self._groups, self._trained, strict=True) if names
+        ]
 
     def saved(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return all groups in the format of checkpoints. `groups` are DeepSpeed's groups, without the frozen ones."""
         left = iter(groups)
-        present = [next(left) if names else group for group, names in zip(self._groups, self._trained, strict=True)]
+        present = [
+            next(left) if names else group
+            for group, names in zip(self._groups, self._trained, strict=True)
+        ]
         return [
             {"initial_lr": group["lr"], **group, "params": names}  # as set_learning_rate() does
             for group, names in zip(present, self._names, strict=True)
@@ -64,7 +71,9 @@ class Groups:
     def load(self, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
         """For each of DeepSpeed's groups, load the settings of the saved group that has the same parameters."""
         for group, names in zip(groups, filter(None, self._trained), strict=True):
-            group.setdefault("initial_lr", group["lr"])  # the one of build_optimizer(), before another is loaded
+            group.setdefault(
+                "initial_lr", group["lr"]
+            )  # the one of build_optimizer(), before another is loaded
             former = next((former for former in saved if names[0] in former["params"]), {})
             group.update({key: value for key, value in former.items() if key not in NOT_LOADED})
 
@@ -72,10 +81,14 @@ class Groups:
 class OptimizerParts:
     """Gathers and scatters the sharded state of DeepSpeed's optimizer, in stages 1 to 3."""
 
-    def __init__(self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext) -> None:
+    def __init__(
+        self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext
+    ) -> None:
         self._optimizer, self._groups, self._context = optimizer, groups, context
         self._parameters: dict[str, Any] = dict(module.named_parameters())
-        self._is_cut = any(hasattr(parameter, "ds_id") for parameter in self._parameters.values())  # stage 3
+        self._is_cut = any(
+            hasattr(parameter, "ds_id") for parameter in self._parameters.values()
+        )  # stage 3
 
     def gather(self) -> dict[str, Any]:
         """Return the whole state on rank 0, in the format of get_optimizer_state_dict(). All ranks must call this."""
@@ -88,7 +101,11 @@ class OptimizerParts:
         state: dict[str, dict[str, Tensor]] = {name: {} for name in self._groups.trained}
         for name, values in state.items():
             for key, value in part.items():
-                whole = safe_get_full_optimizer_state(self._parameters[name], key) if value.dim() else value
+                whole = (
+                    safe_get_full_optimizer_state(self._parameters[name], key)
+                    if value.dim()
+                    else value
+                )
                 if self._context.is_main:
                     values[key] = whole.to("cpu", copy=True)
         groups = self._groups.saved(self._optimizer.param_groups)
@@ -97,10 +114,16 @@ class OptimizerParts:
     def scatter(self, saved: dict[str, Any]) -> None:
         """Load this rank's shards of a whole state, saved by any strategy. Call this before the first step."""
         self._groups.load(self._optimizer.param_groups, saved["param_groups"])
-        states = {name: saved["state"][name] for name in self._groups.trained if name in saved["state"]}
+        states = {
+            name: saved["state"][name] for name in self._groups.trained if name in saved["state"]
+        }
         pattern: dict[str, Tensor] = next(iter(states.values()), {})
-        is_counted_there = any(self._optimizer.param_groups[0].get(key) for key in ("fused", "capturable"))  # as torch
-        flat_parts = "fp32_partitioned_groups_flat" if self._is_cut else "single_partition_of_fp32_groups"
+        is_counted_there = any(
+            self._optimizer.param_groups[0].get(key) for key in ("fused", "capturable")
+        )  # as torch
+        flat_parts = (
+            "fp32_partitioned_groups_flat" if self._is_cut else "single_partition_of_fp32_groups"
+        )
         for part in getattr(self._optimizer, flat_parts):  # each holds the parts of many parameters
             device = part.device if is_counted_there else torch.device("cpu")
             self._optimizer.state[part] = {
@@ -116,7 +139,10 @@ class OptimizerParts:
     def local_weights(self) -> list[Tensor]:
         """In stage 3, return this rank's shard of every parameter, without the padding at the end of the last shard."""
         rank = self._context.rank
-        parts = [(parameter.ds_tensor.detach(), parameter.ds_numel) for parameter in self._parameters.values()]
+        parts = [
+            (parameter.ds_tensor.detach(), parameter.ds_numel)
+            for parameter in self._parameters.values()
+        ]
         return [part[: max(0, numel - rank * part.numel())] for part, numel in parts]
 
     def _link(self) -> None:
@@ -125,7 +151,9 @@ class OptimizerParts:
 
         optimizer = self._optimizer
         if not self._is_cut:
-            for parameters, part in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+            for parameters, part in zip(
+                optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True
+            ):
                 lazy_init_hp_params_optimizer_state(parameters, part, optimizer.state)
 
     def _set(self, parameter: Any, key: str, value: Tensor) -> None:
@@ -134,6 +162,8 @@ class OptimizerParts:
         if self._is_cut:
             size = parameter.ds_tensor.numel()
             filled = pad(value.flatten(), (0, size * self._context.world_size - value.numel()))
-            safe_set_local_optimizer_state(parameter, filled[size * self._context.rank :][:size], key)
+            safe_set_local_optimizer_state(
+                parameter, filled[size * self._context.rank :][:size], key
+            )
         else:
             safe_set_full_optimizer_state(parameter, value, key)

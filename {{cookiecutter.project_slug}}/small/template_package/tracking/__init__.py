@@ -1,0 +1,1 @@
+"""Trackers: each file here has a class Tracker. The key `logging.tracker` names them."""

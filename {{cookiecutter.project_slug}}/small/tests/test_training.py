@@ -1,0 +1,108 @@
+"""Tests of whole runs: equal on any ranks, resumed to the bit, stopped with nothing lost."""
+
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from template_package.core.data import epoch_order
+
+from conftest import Project
+
+DOUBLE = ("model.dtype=float64", "data.dtype=float64")
+RANDOM = ("model.dropout=0.3", "data.noise=0.1")
+PLAIN_LOOP = """
+import sys
+import torch
+sys.path.insert(0, ".")
+from template_package.dataset import DataConfig, build_datasets
+from template_package.model import ModelConfig, build_model
+from template_package.core.data import epoch_order
+
+data = build_datasets(DataConfig(dtype="float64"))[0]
+torch.manual_seed(42)
+model = build_model(ModelConfig(dtype="float64"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for indices in epoch_order(len(data), 42, epoch).split(16):
+        errors = (model(data.inputs[indices]) - data.targets[indices]).square().mean(1)
+        errors.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(errors.mean().item())
+"""
+
+
+def test_any_ranks_and_micro_batches_train_as_a_plain_loop(project: Project) -> None:
+    (project.folder / "plain.py").write_text(PLAIN_LOOP, encoding="utf-8")
+    plain = project.start(command=(sys.executable, "plain.py"))
+    expected = [float(line) for line in plain.communicate()[0].split()]
+    words = (*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0")
+    words = (*words, "schedule.name=constant", "training.epochs=2")
+    for name, ranks, size in (("one", 1, "auto"), ("two", 2, "3"), ("three", 3, "auto")):
+        devices = f"device_ids={','.join(['cpu'] * ranks)}"
+        project.run(*words, devices, f"name={name}", f"training.micro_batch_size={size}")
+        # float64, added in another order; a sample too many would show in the third digit.
+        assert project.losses(name) == pytest.approx(expected, rel=1e-10)
+    assert len(expected) == 14 and [*epoch_order(3, 42, 0)] != [0, 1, 2]
+    evaluations = [project.lines(name, "validation") for name in ("one", "two", "three")]
+    for lines in evaluations[1:]:
+        for line, first in zip(lines, evaluations[0], strict=True):
+            assert line["loss"] == pytest.approx(first["loss"], rel=1e-10)
+            assert line["num_samples"] == 37
+
+
+def test_fsdp_trains_as_ddp_and_a_run_moves_between_them(project: Project) -> None:
+    two = (*DOUBLE, "device_ids=cpu,cpu", "schedule.name=constant")
+    project.run(*two, "training.epochs=2")
+    project.run(*two, "name=moving", "training.epochs=1")
+    assert "resuming" in project.run(*two, "name=moving", "training.epochs=2", "strategy=fsdp")
+    assert project.losses("moving") == pytest.approx(project.losses("run"), rel=1e-10)
+
+
+def test_stopped_run_continues_as_if_it_had_not_been_stopped(project: Project) -> None:
+    words = (*RANDOM, "device_ids=cpu,cpu", "checkpoint.every_steps=5")
+    project.run(*words, "name=undisturbed")
+    slow = project.start(*words, "model.seconds_per_step=0")
+    metrics = project.directory("run") / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 2:
+        assert slow.poll() is None
+        time.sleep(0.01)
+    slow.send_signal(signal.SIGTERM)
+    output, _ = slow.communicate(timeout=60)
+    assert slow.returncode in (0, 143), output
+    output = project.run(*words)
+    assert "resuming after step" in output or slow.returncode == 0
+    for split in ("train", "validation"):
+        assert project.lines("run", split) == project.lines("undisturbed", split)
+    first, second = project.checkpoint("undisturbed", 21), project.checkpoint("run", 21)
+    assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
+
+
+def test_failure_of_one_rank_is_told_once_and_ends_all(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "model.fault=raise", code=1)
+    assert output.count("Traceback") == 1 and "rank 1 (" in output
+    assert "the fault that the test asked for" in output
+
+
+def test_loss_that_is_computed_past_the_wrapper_is_refused(project: Project) -> None:
+    code = """
+
+def compute_loss(model, batch):
+    outputs = getattr(model, "module", model)(batch.inputs)
+    return (outputs - batch.targets).square().mean(), outputs
+"""
+    project.append("model.py", code)
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert "called model(...) 0 times" in output and "Traceback" not in output
+
+
+def test_other_settings_under_the_same_name_are_refused(project: Project) -> None:
+    project.run("training.epochs=1")
+    output = project.run("training.epochs=1", "optimizer.learning_rate=0.1", code=2)
+    assert "optimizer.learning_rate: 0.01 -> 0.1" in output and "choose another name" in output
+    assert "is complete" in project.run("training.epochs=1")
+    output = project.run("evaluate", "evaluation.split=test")
+    assert "test split (11 samples)" in output
