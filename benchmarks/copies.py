@@ -45,9 +45,8 @@ def side_stream(batches: Iterable[list[Tensor]], device: str) -> Iterator[list[T
         tensors, copied = held.pop(0)
         computing.wait_event(copied)
         for tensor in tensors:
-            tensor.record_stream(
-                computing
-            )  # its memory is not given to a later copy while it is read
+            # its memory is not given to a later copy while it is read
+            tensor.record_stream(computing)
         return tensors
 
     for batch in batches:

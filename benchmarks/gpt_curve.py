@@ -36,10 +36,11 @@ RESULTS, PAGE, PICTURE = (
 STEPS, BATCH, BLOCK, EVERY, EVALUATE_EVERY = 300, 32, 64, 10, 50
 PEAK, FLOOR, WARMUP, DECAY, BETAS, MAX_NORM = 2e-3, 2e-4, 50, 0.1, (0.9, 0.99), 1.0
 SEEDS = (1, 2, 3)
+# for the speed, in short runs one after the other: a machine's speed drifts
 ROUNDS, ROUND_STEPS = (
     12,
     100,
-)  # for the speed, in short runs one after the other: a machine's speed drifts
+)
 WAYS = {
     "plain script, one process": None,
     "trainer, one rank": "device_ids=cpu",
@@ -264,9 +265,8 @@ def main() -> None:
         text = json.dumps({"curves": results, "tokens_per_second": speeds})
         RESULTS.write_text(text + "\n", encoding="utf-8")
 
-    ways = [
-        *WAYS
-    ]  # in turn, and each seed begins with another one, since the machine's speed drifts
+    # in turn, and each seed begins with another one, since the machine's speed drifts
+    ways = [*WAYS]
     missing = [
         (way, seed)
         for seed in SEEDS

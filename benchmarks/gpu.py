@@ -212,9 +212,8 @@ def run_comparison(
         )
 
     is_rehearsal = not report.results["machine"]["card"]
-    run_all = (
-        ThreadPoolExecutor(2).map if is_rehearsal else map
-    )  # only a rehearsal may run two at a time
+    # only a rehearsal may run two at a time
+    run_all = ThreadPoolExecutor(2).map if is_rehearsal else map
     for entries in run_all(run, comparison.variants * rounds):
         if entries is None:
             return

@@ -50,9 +50,8 @@ def draw(results: dict[str, Any], folder: Path) -> None:
         import charts
 
         charts.draw_gpu(shown, folder)
-    except (
-        Exception
-    ) as error:  # matplotlib is missing, or of another version: the page has the figures
+    # matplotlib is missing, or of another version: the page has the figures
+    except Exception as error:
         print(f"no chart: {error}", flush=True)
 
 

@@ -95,9 +95,8 @@ def _start(
         "-k",
         chosen,
     ]
-    paths_of_tests = sorted(
-        PROJECT.glob("tests/machinery/test_*.py")
-    )  # others may import what this machine lacks
+    # others may import what this machine lacks
+    paths_of_tests = sorted(PROJECT.glob("tests/machinery/test_*.py"))
     files = [path for path in paths_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
@@ -115,9 +114,8 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     path = folder / "lines.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     outcomes = [json.loads(line) for line in lines if line.endswith("}")]
-    return [
-        *{outcome["label"]: outcome for outcome in outcomes}.values()
-    ]  # of a test's lines, the last
+    # of a test's lines, the last
+    return [*{outcome["label"]: outcome for outcome in outcomes}.values()]
 
 
 def _kill_all(mark: str) -> None:

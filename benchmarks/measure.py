@@ -307,9 +307,8 @@ def run_process(
             else f"did not end in {timeout_seconds:.0f} s"
         )
         raise RunError(f"{' '.join(command)} {how}\n{text}")
-    with suppress(
-        ProcessLookupError
-    ):  # a fork server still ends: let it not share the cores with the next run
+    # a fork server still ends: let it not share the cores with the next run
+    with suppress(ProcessLookupError):
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)

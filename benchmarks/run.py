@@ -21,9 +21,8 @@ from report import describe_machine, differing_losses, markdown, replace_section
 
 def main() -> None:
     arguments = parse_arguments()
-    of_batches = [
-        case for case in CASES if case.data == "batches"
-    ]  # the others have a file of their own
+    # the others have a file of their own
+    of_batches = [case for case in CASES if case.data == "batches"]
     cases = (
         [shorten(case) for case in CASES]
         if arguments.quick

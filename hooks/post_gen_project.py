@@ -95,9 +95,8 @@ def main() -> int:
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if (
-        "_output_dir" not in answers
-    ):  # cruft runs the hooks at every update too; its stdout may hold a patch
+    # cruft runs the hooks at every update too; its stdout may hold a patch
+    if "_output_dir" not in answers:
         print("smoke test: SKIPPED (under cruft; `python run.py smoke` runs it)", file=sys.stderr)
         return 0
     write_origin(project, answers)
@@ -136,9 +135,8 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
 
     text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
-    text = text.replace(
-        '["template_package', f'["{answers["package_name"]}'
-    )  # no answer has a bare quote in TOML
+    # no answer has a bare quote in TOML
+    text = text.replace('["template_package', f'["{answers["package_name"]}')
     pyproject.write_text(text, encoding="utf-8", newline="\n")
 
     for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
@@ -162,9 +160,8 @@ def take_small_files(project: Path) -> None:
     """Remove the files that only size=full has, and move those of small/ to their places."""
     for folder, patterns in SMALL_KEEPS.items():
         kept = {path for pattern in patterns for path in (project / folder).glob(pattern)}
-        for path in sorted(
-            (project / folder).rglob("*"), reverse=True
-        ):  # files before the folders that hold them
+        # files before the folders that hold them
+        for path in sorted((project / folder).rglob("*"), reverse=True):
             if path.is_file() and path not in kept:
                 path.unlink()
             elif path.is_dir() and not any(path.iterdir()):
@@ -264,9 +261,8 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 
     The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
     """
-    template = Path(
-        os.environ.get("PWD", ""), answers.get("_repo_dir", "")
-    ).resolve()  # `.` may have been typed
+    # `.` may have been typed
+    template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()
     is_clone = (template / "cookiecutter.json").is_file() and (template / ".git").exists()
     commit = (
         ask_git(template, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

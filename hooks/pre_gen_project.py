@@ -184,9 +184,8 @@ def main() -> int:
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)
-    if any(
-        path.name != ".git" for path in Path.cwd().iterdir()
-    ):  # cookiecutter -f would overwrite the user's work
+    # cookiecutter -f would overwrite the user's work
+    if any(path.name != ".git" for path in Path.cwd().iterdir()):
         problems["project_slug"] = (
             f"{Path.cwd()} is not empty. Choose another name; `cruft update` updates a project."
         )

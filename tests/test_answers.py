@@ -148,9 +148,8 @@ def test_refused_answers_leave_nothing(
     with pytest.raises(FailedHookException):
         bake(template, output_dir, **answers)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    if "/" not in answers.get(
-        "project_slug", ""
-    ):  # cookiecutter itself makes parent folders before any hook
+    # cookiecutter itself makes parent folders before any hook
+    if "/" not in answers.get("project_slug", ""):
         assert list(output_dir.iterdir()) == []
 
 
@@ -276,9 +275,8 @@ def test_device_ids_reach_the_config(
         for new, old in zip(text.splitlines(), before.splitlines(), strict=True)
         if new != old
     ]
-    assert all(
-        new.startswith("device_ids: ") for new, _ in changed
-    )  # no other line changes, not even a comment
+    # no other line changes, not even a comment
+    assert all(new.startswith("device_ids: ") for new, _ in changed)
     assert all(new.partition("#")[2] == old.partition("#")[2] for new, old in changed)
 
 

@@ -162,9 +162,8 @@ def test_missing_tracker_does_not_disqualify_a_python(stub_python: StubPython) -
 )
 def test_versions_are_compared_as_pip_compares_them(version: str, lowest: str, older: bool) -> None:
     assert is_older(version, lowest) is older
-    assert (
-        version not in SpecifierSet(f">={lowest}", prereleases=True)
-    ) is older  # prereleases: what is installed
+    # prereleases: what is installed
+    assert (version not in SpecifierSet(f">={lowest}", prereleases=True)) is older
 
 
 def test_new_environment_takes_the_first_torch_that_is_new_enough(stub_python: StubPython) -> None:
@@ -219,9 +218,8 @@ def test_nothing_outlives_the_time_limit(mark: str, detached: str) -> None:
     code, output = run(["sh", "-c", STUBBORN.format(detached=detached)], os.environ, seconds=1.0)
     assert (code, output) == (None, "started\n")
     assert marked_processes(mark) == []
-    assert (
-        5 < time.monotonic() - start < 12
-    )  # they ignore SIGTERM, so SIGKILL follows after five seconds
+    # they ignore SIGTERM, so SIGKILL follows after five seconds
+    assert 5 < time.monotonic() - start < 12
 
 
 def test_willing_processes_end_at_once(mark: str) -> None:

@@ -233,9 +233,8 @@ def test_cookiecutter_with_torch_passes_and_leaves_nothing(
     assert (skipped.returncode, result.returncode) == (0, 0)
     assert f"Smoke test with {sys.executable}" in result.stdout
     assert files_of(tmp_path / "out") == files_of(tmp_path / "skipped")
-    assert_ended_within(
-        3, mark
-    )  # the fork server needs a moment to notice that its parent has ended
+    # the fork server needs a moment to notice that its parent has ended
+    assert_ended_within(3, mark)
 
 
 @pytest.mark.smoke

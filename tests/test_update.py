@@ -182,9 +182,8 @@ def test_another_answer_changes_its_files_and_keeps_the_owners_changes(
         "net/strategies/accelerate.py" in expected and "net/tracking/tensorboard.py" not in expected
     )
     expected["net/trainer.py"] = expected["net/trainer.py"].replace(b'"""', b'# mine\n"""', 1)
-    assert files_beside_git(project) == expected | {
-        "net/own.py": b""
-    }  # .template.json holds the new answers
+    # .template.json holds the new answers
+    assert files_beside_git(project) == expected | {"net/own.py": b""}
 
 
 def test_small_project_becomes_a_full_one(repository: Path, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ import pyte
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path("/tmp/demo")  # short, and it tells nothing of the machine
+# characters; lines of the two terminals; pixels of a character
 COLUMNS, ROWS, CELL = (
     88,
     (24, 4),
     (8.4, 18),
-)  # characters; lines of the two terminals; pixels of a character
+)
 FRAME_SECONDS, LONGEST_PAUSE, LAST_PAUSE = 0.1, 1.0, 6.0
 TITLE = (
     "A new project trains on two ranks; one is killed; the same command continues to the same bits"

@@ -76,9 +76,8 @@ def main(python_folder: Path, folder: Path) -> None:
             page.goto(f"file://{project}/runs/learning-rates/report.html")
             page.screenshot(path=docs / "sweep.png", full_page=True)
             page.goto(f"file://{project}/runs/baseline/report.html")
-            end = page.locator("h2", has_text="Environment").bounding_box()[
-                "y"
-            ]  # what follows tells of this machine
+            # what follows tells of this machine
+            end = page.locator("h2", has_text="Environment").bounding_box()["y"]
             page.screenshot(
                 path=docs / "report.png",
                 full_page=True,

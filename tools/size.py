@@ -26,10 +26,11 @@ from typing import NamedTuple
 from baking import export_template, plain_environment, run_cookiecutter
 
 PACKAGE = "ddp_experiment"
+# of package and run.py in each size; README.md names them
 MAX_TOKENS = {
     "small": 13_000,
     "full": 51_800,
-}  # of package and run.py in each size; README.md names them
+}
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
 RUN = [
@@ -197,10 +198,11 @@ def package_files(project: Path) -> list[str]:
 
 def token_lines(file: Path) -> list[int]:
     """Return the number of the line where each token begins. An f-string is one token under every version of Python."""
+    # from Python 3.12 on, an f-string is several tokens between FSTRING_START and FSTRING_END
     lines, depth = (
         [],
         0,
-    )  # from Python 3.12 on, an f-string is several tokens between FSTRING_START and FSTRING_END
+    )
     with tokenize.open(file) as source:
         for token in tokenize.generate_tokens(source.readline):
             kind = tokenize.tok_name[token.type]

@@ -74,14 +74,16 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # until the launcher handles them: torch's import would lose Ctrl-C
     for name in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # until the launcher handles them: torch's import would lose Ctrl-C
+    ):
+        # others: nohup, a user's own
         if signal.getsignal(name) in (
             signal.SIG_DFL,
             signal.default_int_handler,
-        ):  # others: nohup, a user's own
+        ):
             signal.signal(name, lambda number, _: os._exit(128 + number))
     exit_code = main(sys.argv[1:])
     from template_package.launching.processes import end_process

@@ -30,10 +30,11 @@ class OrderedBatches(Sampler[list[int]]):
         size = settings.global_batch_size
         self._first, self._last = -(-size * rank // num_ranks), -(-size * (rank + 1) // num_ranks)
         self._settings, self._epoch = settings, 0
+        # Accelerate asks for these
         self.batch_size, self.drop_last = (
             self._last - self._first,
             False,
-        )  # Accelerate asks for these
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         settings = self._settings

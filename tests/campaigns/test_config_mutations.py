@@ -32,6 +32,7 @@ VALUES = [
     *"best loss [10,5] [0.5,0.2] [-1] fp16 bf16 sgd adam constant linear step".split(),
     *"1 2 3 4 0.1 0.5 1e-3 true false null auto".split() * 8,  # some of these are right, somewhere
 ]
+# the last one can be read
 ENCODINGS = [
     "utf-16",
     "utf-16-le",
@@ -40,7 +41,7 @@ ENCODINGS = [
     "cp037",
     "gb18030",
     "utf-8-sig",
-]  # the last one can be read
+]
 # Not changed: what would only make a run long, large or wait for other machines.
 SPARED = (
     "launch.master_addr",
@@ -58,10 +59,11 @@ def test_mutated_config_is_refused_in_words_or_trains(
     report: Report,
     tmp_path: Path,
 ) -> None:
+    # the image example's, which check their values; the tests' own do not
     for name in (
         "model.py",
         "dataset.py",
-    ):  # the image example's, which check their values; the tests' own do not
+    ):
         shutil.copy(project_tests.ROOT / project_tests.PACKAGE / name, tmp_path)
     project, choose = make_project(tmp_path), random.Random(seed := 3)
     original = (project.folder / "config.yaml").read_text(encoding="utf-8")

@@ -53,9 +53,8 @@ def test_long_run_stays_flat(
     project.append("model.py", WAITS)
     process = project.start(*words)
     outputs: list[str] = []
-    reading = threading.Thread(
-        target=lambda: outputs.extend(process.communicate())
-    )  # a pipe holds 64 KiB
+    # a pipe holds 64 KiB
+    reading = threading.Thread(target=lambda: outputs.extend(process.communicate()))
     reading.start()
     samples: list[tuple[int, float, int, int]] = []
     pause = project.folder / "pause"

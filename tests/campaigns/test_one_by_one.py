@@ -172,9 +172,8 @@ def outcomes(folder: Path, tests: list[str], is_run: bool) -> dict[str, str]:
     for case in ET.parse(junit).iter("testcase"):
         problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
         words = [f"{child.tag}: {child.get('message', '')}" for child in problems]
-        words += [
-            (child.text or "")[-2000:] for child in problems if child.tag != "skipped"
-        ]  # which tells the place
+        # which tells the place
+        words += [(child.text or "")[-2000:] for child in problems if child.tag != "skipped"]
         file = case.get("file", "").removeprefix("tests/")
         found[f"{file}::{case.get('name')}"] = "\n".join(words)
     return found

@@ -268,12 +268,10 @@ def wait_for_phase(
 
 
 def wait_for(process: subprocess.Popen[str], marker: Path, is_met: Callable[[str], bool]) -> None:
-    deadline = (
-        time.monotonic() + 300
-    )  # a start alone takes half a minute on a machine with other work
-    while (
-        not is_met(read(marker)) and process.poll() is None
-    ):  # a run that has ended is killed no more
+    # a start alone takes half a minute on a machine with other work
+    deadline = time.monotonic() + 300
+    # a run that has ended is killed no more
+    while not is_met(read(marker)) and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.0005)
 
@@ -299,10 +297,11 @@ def assert_same(project: Any, name: str) -> None:
         load_file(project.directory(run) / "model.safetensors") for run in (name, "undisturbed")
     )
     assert_equal(exported, expected, "model.safetensors")
+    # safetensors' own
     left = [
         *project.directory(name).rglob(".*.tmp"),
         *project.directory(name).glob(".tmp*"),
-    ]  # safetensors' own
+    ]
     assert not left
 
 

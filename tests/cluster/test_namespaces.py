@@ -230,9 +230,8 @@ def test_request_to_stop_saves_and_the_same_commands_continue(
 ) -> None:
     commands = start(slow_hosts)
     slow_hosts[0].wait_for_step("run", 5, *commands)
-    for command in (
-        commands
-    ):  # on both: to torchrun's agent, ranks that the other host has stopped are failures
+    # on both: to torchrun's agent, ranks that the other host has stopped are failures
+    for command in commands:
         command.process.send_signal(signal.SIGTERM)
     all_end(commands, code=1, timeout=30)
     assert left_after(mark, SECONDS_TO_END) == []

@@ -73,9 +73,8 @@ def test_script_for_torchrun_leaves_out_what_an_older_torchrun_does_not_know(
 ) -> None:
     old = tmp_path / "torch" / "distributed" / "run.py"
     old.parent.mkdir(parents=True)
-    old.write_text(
-        'add_argument("--max-restarts")', encoding="utf-8"
-    )  # what is looked for in torchrun's own file
+    # what is looked for in torchrun's own file
+    old.write_text('add_argument("--max-restarts")', encoding="utf-8")
     (tmp_path / "torch-2.8.0.dist-info").mkdir()
     (tmp_path / "torch-2.8.0.dist-info" / "METADATA").write_text(
         "Name: torch\nVersion: 2.8.0\n", encoding="utf-8"

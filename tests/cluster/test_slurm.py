@@ -59,9 +59,8 @@ class Login:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output(job)}") from None
         self.slurm.wait_for(job, ("PENDING",), 10)
-        self.slurm.ask(
-            "scontrol", "update", f"JobId={job}", "StartTime=now+2"
-        )  # a node refuses it within the second
+        # a node refuses it within the second
+        self.slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now+2")
 
 
 @pytest.fixture

@@ -126,9 +126,8 @@ def test(project: Path, python: str) -> str:
             ),
             end="",
         )
-    if (
-        os.environ.get("DDP_TEMPLATE_STRICT") == "1"
-    ):  # cookiecutter removes the project, but the log should stay
+    # cookiecutter removes the project, but the log should stay
+    if os.environ.get("DDP_TEMPLATE_STRICT") == "1":
         log = Path(shutil.copy(log, f"{project}-smoke-log.txt"))
     print(f"  the whole log: {log}", flush=True)
     return "FAILED"
@@ -164,9 +163,8 @@ def install(project: Path, python: str, has_torch: bool) -> tuple[str, str]:
     commands = [[python, "-m", "venv", ".venv"], [*pip, "torch"], [*pip, "-e", "."]]
     if has_torch:
         commands[1] = [python, "-c", KEEP_TORCH]
-        environment.pop(
-            "PIP_CONSTRAINT", None
-        )  # NVIDIA's containers pin numpy and others there; .venv gets its own
+        # NVIDIA's containers pin numpy and others there; .venv gets its own
+        environment.pop("PIP_CONSTRAINT", None)
     else:
         print(
             "Installing into .venv. PyTorch is a large download: gigabytes with CUDA.", flush=True

@@ -44,9 +44,8 @@ def candidate_pythons(environment: Mapping[str, str]) -> list[str]:
             ]
             paths.append(next(filter(os.path.exists, places), places[0]))
     paths.append(sys.executable)
-    for folder in environment.get("PATH", "").split(
-        os.pathsep
-    ):  # every entry, because uvx puts its own Python first
+    # every entry, because uvx puts its own Python first
+    for folder in environment.get("PATH", "").split(os.pathsep):
         paths += [shutil.which(name, path=folder) for name in ("python3", "python")]
     # Not realpath: the Pythons of several virtual environments are links to one file.
     return list(dict.fromkeys(os.path.abspath(path) for path in paths if path))

@@ -68,9 +68,8 @@ OF_RUN = {"remedy": "Write fractions of the run: epoch 30 of 90 is 0.3333."}
 OTHERS = {"remedy": "Others come with the template: copy their file."}
 StrategyName = Annotated[str, BeforeValidator(partial(check_name, "strategies"))]
 TrackerName = Annotated[str, BeforeValidator(partial(check_name, "tracking"))]
-Suggest = Callable[
-    ..., str | None
-]  # of (unknown key, value) or (key, wrong value, allowed values): what was meant
+# of (unknown key, value) or (key, wrong value, allowed values): what was meant
+Suggest = Callable[..., str | None]
 
 
 @dataclass
@@ -78,22 +77,18 @@ class LaunchConfig:
     nodes: Positive = 1  # machines; with more than one, the same command is typed on each
     node_rank: Count = 0  # this machine, counted from 0
     master_addr: Text = "127.0.0.1"  # name or address of node 0, as the other nodes reach it
-    master_port: Annotated[int, Field(ge=0, le=65535)] = (
-        0  # a free port of node 0; 0: the system chooses (one node)
-    )
-    network_interface: str | None = (
-        None  # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
-    )
+    # a free port of node 0; 0: the system chooses (one node)
+    master_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
+    network_interface: str | None = None
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute
-    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = (
-        0.0  # how long to wait for GPUs that others use
-    )
-    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = (
-        10.0  # a run without progress ends after this time
-    )
+    # how long to wait for GPUs that others use
+    wait_minutes: Annotated[float, Field(ge=0, le=525_600)] = 0.0
+    # a run without progress ends after this time
+    timeout_minutes: Annotated[float, Field(ge=0.02, le=525_600)] = 10.0
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 
@@ -101,30 +96,25 @@ class LaunchConfig:
 class DdpConfig:
     find_unused_parameters: bool = False  # needed if some parameters get no gradient in some steps
     static_graph: bool = False  # all steps use the same parameters in the same order
-    gradient_compression: Literal["none", "fp16", "bf16"] = (
-        "none"  # of exchanged gradients; not exact
-    )
-    broadcast_buffers: bool = (
-        False  # for buffers, besides BatchNorm's, that forward changes in training
-    )
+    # of exchanged gradients; not exact
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"
+    # for buffers, besides BatchNorm's, that forward changes in training
+    broadcast_buffers: bool = False
 
 
 @dataclass
 class FsdpConfig:
     cpu_offload: bool = False  # parameters wait in host memory, where the optimizer steps
-    reshard_after_forward: bool = (
-        True  # false keeps weights gathered until backward: faster, more memory
-    )
+    # false keeps weights gathered until backward: faster, more memory
+    reshard_after_forward: bool = True
 
 
 @dataclass
 class LoaderConfig:
-    num_workers: Annotated[int, Field(ge=0, le=256)] | Auto = (
-        "auto"  # reading processes per rank; 0: the rank itself
-    )
-    prefetch_factor: Annotated[int, Field(ge=1, le=1000)] = (
-        2  # micro-batches that each worker prepares ahead
-    )
+    # reading processes per rank; 0: the rank itself
+    num_workers: Annotated[int, Field(ge=0, le=256)] | Auto = "auto"
+    # micro-batches that each worker prepares ahead
+    prefetch_factor: Annotated[int, Field(ge=1, le=1000)] = 2
 
 
 @dataclass
@@ -140,30 +130,24 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "step", "plateau", "one_cycle"] = "cosine"
-    warmup_steps: Count | BelowOne = (
-        0  # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
-    )
+    # of linear warm-up from 0 (Goyal et al. 2017, arXiv:1706.02677), or a fraction
+    warmup_steps: Count | BelowOne = 0
     min_learning_rate: NotNegative = 0.0  # the end of linear and cosine
-    milestones: list[BelowOne] = field(
-        default_factory=[0.5, 0.75].copy, metadata=OF_RUN
-    )  # for step: parts of the run
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = (
-        0.1  # for step and plateau: factor of each drop
-    )
-    patience: Count = (
-        3  # for plateau: evaluations without a better metric that are tolerated before a drop
-    )
+    # for step: parts of the run
+    milestones: list[BelowOne] = field(default_factory=[0.5, 0.75].copy, metadata=OF_RUN)
+    # for step and plateau: factor of each drop
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    # for plateau: evaluations without a better metric that are tolerated before a drop
+    patience: Count = 3
 
 
 @dataclass
 class TrainingConfig:
     epochs: Positive | None = 10  # passes over the training set; null: max_steps alone ends the run
-    max_steps: Positive | None = (
-        None  # optimizer steps; the run ends here, or after its epochs if they have fewer
-    )
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = (
-        None  # 0.999: evaluate and keep an average of the weights
-    )
+    # optimizer steps; the run ends here, or after its epochs if they have fewer
+    max_steps: Positive | None = None
+    # 0.999: evaluate and keep an average of the weights
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     global_batch_size: Positive = 64  # samples of one optimizer step, over all ranks
     micro_batch_size: Positive | Auto = "auto"  # samples that a rank takes at once
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -171,31 +155,25 @@ class TrainingConfig:
     cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
     deterministic: bool = False  # the same run gives the same bits, on GPUs too
     compile: bool = False  # torch.compile
-    activation_checkpointing: bool = (
-        False  # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
-    )
-    max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = (
-        None  # clip to this global norm
-    )
+    # less memory, more time (Chen et al. 2016, arXiv:1604.06174)
+    activation_checkpointing: bool = False
+    # clip to this global norm
+    max_gradient_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     sync_batchnorm: bool = False  # BatchNorm's statistics over all ranks
-    early_stopping_epochs: Positive | None = (
-        None  # stop after that many epochs without a better metric
-    )
-    check_replicas_every_steps: Positive | None = (
-        None  # compare the weights of the ranks, besides in the first step
-    )
+    # stop after that many epochs without a better metric
+    early_stopping_epochs: Positive | None = None
+    # compare the weights of the ranks, besides in the first step
+    check_replicas_every_steps: Positive | None = None
 
 
 @dataclass
 class EvaluationConfig:
     every_epochs: Positive | None = 1  # both null: never
     every_steps: Positive | None = None
-    max_batches: Positive | None = (
-        None  # evaluate that many global batches' worth of samples, evenly spread; null: all
-    )
-    metric: Text = (
-        "accuracy"  # decides which checkpoint is the best: loss, or a metric of build_metrics()
-    )
+    # evaluate that many global batches' worth of samples, evenly spread; null: all
+    max_batches: Positive | None = None
+    # decides which checkpoint is the best: loss, or a metric of build_metrics()
+    metric: Text = "accuracy"
     mode: Literal["max", "min"] = "max"  # which values of the metric are better
     micro_batch_size: Positive | Auto = "auto"  # auto: that of training
     checkpoint: Text = "best"  # for evaluate and predict: best, last or a path
@@ -207,27 +185,22 @@ class CheckpointConfig:
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
     keep_last: Positive | None = 3  # how many, besides best.pt; null: all
-    resume: Text = (
-        "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
-    )
-    initial_weights: str | None = (
-        None  # a file of weights to begin with: .pt, .pth, .bin or .safetensors
-    )
+    # auto (continue runs/<name>), never, or a path (a new run from that file)
+    resume: Text = "auto"
+    # a file of weights to begin with: .pt, .pth, .bin or .safetensors
+    initial_weights: str | None = None
 
 
 @dataclass
 class LoggingConfig:
-    every_steps: Positive = (
-        50  # optimizer steps between two lines of metrics.jsonl and of the console
-    )
-    tracker: list[TrackerName] = field(
-        default_factory=lambda: ["tensorboard"], metadata=OTHERS
-    )  # files of tracking/
+    # optimizer steps between two lines of metrics.jsonl and of the console
+    every_steps: Positive = 50
+    # files of tracking/
+    tracker: list[TrackerName] = field(default_factory=lambda: ["tensorboard"], metadata=OTHERS)
     report: bool = True  # at the end of a run, report.html; needs the command `report`
     progress_bar: bool | Auto = "auto"  # auto: if a person watches
-    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = (
-        None  # first and last step
-    )
+    # first and last step
+    profile_steps: Annotated[list[Positive], Field(min_length=2, max_length=2)] | None = None
 
 
 @dataclass_transform(kw_only_default=True)
@@ -407,9 +380,8 @@ def _check_keys(
         if name not in types:
             yield _unknown_key(key, value, suggest)
         elif is_dataclass(types[name]):
-            section_settings = settings[name] = (
-                {} if value is None else value
-            )  # all its keys may be commented out
+            # all its keys may be commented out
+            section_settings = settings[name] = {} if value is None else value
             if isinstance(section_settings, dict):
                 yield from _check_keys(section_settings, types[name], f"{key}.", suggest)
             else:
@@ -457,19 +429,19 @@ def _explain(error: ValidationError, suggest: Suggest) -> Iterator[str]:
         )
         rule = re.sub("(Input|List|String) should ", "must ", rule).replace(" or must be", " or")
         rule = " ".join(rule.removeprefix("Value error, ").split())
-        if (
-            key not in known
-        ):  # raised by the __post_init__ of a section, whose message names its key itself
+        # raised by the __post_init__ of a section, whose message names its key itself
+        if key not in known:
             yield f"{key}.{rule}".lstrip(".")
         elif kind == "missing":
             yield f"{key}: has no value and no default. Set {key}=VALUE, or write it in config.yaml."
         elif kind == "value_error":
             yield f"{key}={one_line(value)}: {rule}"
         else:
+            # torch.nn.DataParallel
             typed, values = (
                 str(value).lower().rpartition(".")[2],
                 re.findall(r"'(\w+)'", rule),
-            )  # torch.nn.DataParallel
+            )
             close, default = get_close_matches(typed, values, n=1), default_of(known[key])
             meant = suggest(key, typed, values) or (f"{key}={close[0]}" if close else None)
             remedy = (

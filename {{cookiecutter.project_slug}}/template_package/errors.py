@@ -6,9 +6,10 @@ class ConfigError(ValueError):
 
     exit_code = 2
 
+    # without the traceback of a loader's worker, which torch puts in front
     def __str__(
         self,
-    ) -> str:  # without the traceback of a loader's worker, which torch puts in front
+    ) -> str:
         return super().__str__().rpartition(f"{ConfigError.__name__}: ")[2].strip()
 
 

@@ -9,6 +9,5 @@ from pydantic import Field
 @dataclass
 class Options:
     steps: Annotated[int, Field(ge=1)] = 50  # optimizer steps of a run that are timed
-    rounds: Annotated[int, Field(ge=1)] = (
-        3  # runs of each row; more where other work disturbs the machine
-    )
+    # runs of each row; more where other work disturbs the machine
+    rounds: Annotated[int, Field(ge=1)] = 3

@@ -25,9 +25,7 @@ def _typed(value: Any) -> Any:
 
 @dataclass
 class Options:
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = (
-        1  # 1 cuts the optimizer's state, 2 gradients too, 3 weights too
-    )
-    extra: Annotated[dict[str, Any], BeforeValidator(_typed)] = field(
-        default_factory=dict
-    )  # keys of DeepSpeed's own
+    # 1 cuts the optimizer's state, 2 gradients too, 3 weights too
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    # keys of DeepSpeed's own
+    extra: Annotated[dict[str, Any], BeforeValidator(_typed)] = field(default_factory=dict)

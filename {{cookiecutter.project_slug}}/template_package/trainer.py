@@ -59,9 +59,8 @@ class Trainer:
     """Trains the user's model on one rank. All ranks must call the same Trainer methods in the same order."""
 
     def __init__(self, config: Config, context: RankContext, directory: Path, task: Task) -> None:
-        config = settle_precision(
-            config, context
-        )  # a run continues in the precision that it began with
+        # a run continues in the precision that it began with
+        config = settle_precision(config, context)
         self.config, self.context, self.directory, self.task = config, context, directory, task
         train_data, validation_data, *_ = build_datasets(task, config, context)
         training = config.training
@@ -78,9 +77,8 @@ class Trainer:
             )
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
-        seed_generators(
-            config.seed
-        )  # again: building the data sets may have drawn, and not alike on all ranks
+        # again: building the data sets may have drawn, and not alike on all ranks
+        seed_generators(config.seed)
         with context.local_rank_first("model"):
             model = check_model(task.build_model(config.model))
         if config.checkpoint.initial_weights is not None:
@@ -88,12 +86,10 @@ class Trainer:
                 model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights="
             )
         task.on_epoch_begin(model, 0)
-        self.startup_seconds: float | None = (
-            None  # from the process's start to the end of its first step
-        )
-        self.num_epochs_begun = (
-            1  # epochs for which this process called on_epoch_begin() of model.py
-        )
+        # from the process's start to the end of its first step
+        self.startup_seconds: float | None = None
+        # epochs for which this process called on_epoch_begin() of model.py
+        self.num_epochs_begun = 1
         self.strategy = create_strategy(config, context)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
@@ -116,9 +112,8 @@ class Trainer:
         """Start or resume the run and train to the end. Raise StopRun(128 + signal number) if a signal stops it."""
         with run_lock(self.directory):
             self.resume()
-            if self.is_complete and from_main(
-                (self.directory / "summary.json").exists
-            ):  # False if a kill came first
+            # False if a kill came first
+            if self.is_complete and from_main((self.directory / "summary.json").exists):
                 ended_by = (
                     "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
                 )
@@ -145,9 +140,8 @@ class Trainer:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
                 with memory.watched():
-                    if self.begin_epochs(
-                        self.progress.epoch
-                    ):  # other parameters train now: check a step again
+                    # other parameters train now: check a step again
+                    if self.begin_epochs(self.progress.epoch):
                         rehearse(
                             self.strategy, self.loader.read_first(self.progress.epoch, 0), self.task
                         )
@@ -211,9 +205,8 @@ class Trainer:
                 with strategy.autocast():
                     loss, outputs = task.compute_loss(strategy.model, batch)
                 if not (is_logged and task.training_metrics):
-                    outputs = (
-                        None  # a language model's logits are large, and backward needs the memory
-                    )
+                    # a language model's logits are large, and backward needs the memory
+                    outputs = None
                 strategy.backward(loss, weight)
             figures = (
                 figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
@@ -303,16 +296,16 @@ class Trainer:
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
-            self.loader.cursor = cursors[
-                self.context.rank % len(cursors)
-            ]  # a stream refuses other numbers of ranks
+            # a stream refuses other numbers of ranks
+            self.loader.cursor = cursors[self.context.rank % len(cursors)]
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
+            # devices and `launch` belong to a start, and to a node
             former, own = (
                 state["config"],
                 to_dict(self.config),
-            )  # devices and `launch` belong to a start, and to a node
+            )
             for change in differing_keys(
                 former, own | {key: former[key] for key in ("device_ids", "launch")}
             ):

@@ -193,9 +193,8 @@ class Project:
         text, written_at = path.read_text(encoding="utf-8"), path.stat().st_mtime
         assert old in text
         path.write_text(text.replace(old, new), encoding="utf-8")
-        os.utime(
-            path, (written_at + 10, written_at + 10)
-        )  # Python keeps what it compiled in the same second
+        # Python keeps what it compiled in the same second
+        os.utime(path, (written_at + 10, written_at + 10))
 
     def append(self, file: str, code: str) -> None:
         """Append `code` to a file of the package. Functions in `code` replace earlier ones of the same name."""
@@ -238,9 +237,8 @@ class Project:
 
         shutil.copytree(self.directory(name), self.directory(new_name))
         for path in (self.directory(new_name) / "checkpoints").glob("*.pt"):
-            if torch.load(path, weights_only=True)["step"] > step and (
-                path.stem != "best" or step
-            ):  # 0: it is left
+            # 0: it is left
+            if torch.load(path, weights_only=True)["step"] > step and (path.stem != "best" or step):
                 path.unlink()
 
 

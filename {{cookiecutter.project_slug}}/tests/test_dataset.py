@@ -37,9 +37,8 @@ def test_splits_are_disjoint_and_hold_every_sample() -> None:
         (image.numpy().tobytes(), int(digit))
         for image, digit in zip(images, bunch.target, strict=True)
     ]
-    assert (
-        len(set(everything)) == 1797
-    )  # no two images are alike, so equal lists mean disjoint sets
+    # no two images are alike, so equal lists mean disjoint sets
+    assert len(set(everything)) == 1797
     assert sorted(sets[0] + sets[1] + sets[2]) == sorted(everything)
 
 

@@ -27,9 +27,8 @@ from template_package.data.orders import find_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
-TASK = replace(
-    find_task(), collate=default_collate, loss_weight=None
-)  # yours may not suit the test data
+# yours may not suit the test data
+TASK = replace(find_task(), collate=default_collate, loss_weight=None)
 
 
 class Squares(Dataset[Any]):
@@ -161,9 +160,8 @@ def test_whole_batches_are_fetched_in_one_call() -> None:
     assert dataset.epochs == [0, 1]
     subset = Subset(Batches(), list(range(23)))
     assert steps(0, 1, num_steps=1, dataset=subset, micro=7)[0][0].batch.shape == (7,)
-    plain = Subset(
-        Squares(), list(range(23))
-    )  # has __getitems__ too, which would leave the items unseeded
+    # has __getitems__ too, which would leave the items unseeded
+    plain = Subset(Squares(), list(range(23)))
     expected = steps(0, 1, num_steps=1)[0][0].batch[1].tolist()
     assert steps(0, 1, num_steps=1, dataset=plain)[0][0].batch[1].tolist() == expected
 

@@ -50,9 +50,8 @@ def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) 
     assert project.lines("resumed") == project.lines("run")
     assert project.lines("resumed", "validation") == project.lines("run", "validation")
     first, second = project.checkpoint("run", 21), project.checkpoint("resumed", 21)
-    assert (
-        assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks
-    )  # weights, AdamW's state, random states
+    # weights, AdamW's state, random states
+    assert assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks
     states = [state["torch"] for state in first["random_states"]]
     assert len({state.numpy().tobytes() for state in states}) == num_ranks, (
         "each rank draws its own"
@@ -67,12 +66,13 @@ def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(projec
         "schedule.name=constant",
     )
     project.run(*words)
+    # each time within an epoch of 7 steps
     for num_ranks, last_step in (
         (2, 4),
         (1, 9),
         (3, 13),
         (2, 21),
-    ):  # each time within an epoch of 7 steps
+    ):
         devices = f"device_ids={','.join(['cpu'] * num_ranks)}"
         project.run(*words, "name=moving", devices, f"training.max_steps={last_step}")
     losses = [line["loss"] for line in project.lines("run")]

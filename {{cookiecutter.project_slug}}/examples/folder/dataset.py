@@ -22,15 +22,15 @@ from .errors import ConfigError, one_line
 
 ROOT, DIGITS = Path(__file__).parents[1], "data/digits"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+# by the folder's name
 SPLITS = {
     "train": "train",
     "validation": "validation",
     "val": "validation",
     "test": "test",
-}  # by the folder's name
-MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(
-    2, 3, 1, 1
-)  # ImageNet's
+}
+# ImageNet's
+MEAN, DEVIATION = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 3, 1, 1)
 
 
 @dataclass
@@ -38,9 +38,8 @@ class DataConfig:
     """The keys under `data:` in config.yaml. pydantic's Field defines which values are allowed."""
 
     folder: str = field(default=DIGITS, metadata={"decisive": False})
-    class_names: list[str] = field(
-        default_factory=list
-    )  # complete_config() fills this in; a run keeps its class ids
+    # complete_config() fills this in; a run keeps its class ids
+    class_names: list[str] = field(default_factory=list)
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     class_weights: Literal["none", "balanced"] = "none"
     check_files: bool = field(default=True, metadata={"decisive": False})
@@ -83,9 +82,8 @@ class Images(Dataset[Batch]):
         try:
             with Image.open(path) as file:
                 file.draft("RGB", (2 * size, 2 * size))  # decodes a JPEG no larger than needed
-                image = (
-                    ImageOps.exif_transpose(file).convert("RGBA").convert("RGB")
-                )  # upright, by the camera's mark
+                # upright, by the camera's mark
+                image = ImageOps.exif_transpose(file).convert("RGBA").convert("RGB")
         except Exception as error:  # a JPEG may break off: only reading all of it tells
             raise RuntimeError(
                 f"{path} cannot be read ({one_line(error)}). Replace or remove it."
@@ -149,9 +147,8 @@ def build_datasets(config: DataConfig) -> tuple[Images, ...]:
         counts = torch.tensor([target for _, target in samples["train"]]).bincount(
             minlength=len(weights)
         )
-        weights = len(samples["train"]) / (
-            (counts > 0).sum() * counts.clamp(min=1)
-        )  # 1 on average over the samples
+        # 1 on average over the samples
+        weights = len(samples["train"]) / ((counts > 0).sum() * counts.clamp(min=1))
     train, *others = (samples[split] for split in samples if samples[split] or split != "test")
     return Images(train, weights, config, is_training=True), *(
         Images(other, weights, config) for other in others
@@ -200,17 +197,17 @@ def list_images(folder: Path) -> list[str]:
 
 def write_digits(folder: Path) -> None:
     """Write the 1,797 handwritten digits of scikit-learn as 8x8 PNG files to `folder`/<digit>/<number>.png."""
+    # here, so that only who writes the files pays for the import
     from sklearn.datasets import (
         load_digits,
-    )  # here, so that only who writes the files pays for the import
+    )
 
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         for number, (pixels, digit) in enumerate(zip(*load_digits(return_X_y=True), strict=True)):
             path = Path(beside, "digits", str(digit), f"{number:04d}.png")
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((15 * pixels).astype("uint8").reshape(8, 8)).save(
-                path
-            )  # 0 to 16 -> 0 to 240
+            # 0 to 16 -> 0 to 240
+            Image.fromarray((15 * pixels).astype("uint8").reshape(8, 8)).save(path)
         if not folder.exists():  # another node that shares the disk may have been first
             Path(beside, "digits").rename(folder)

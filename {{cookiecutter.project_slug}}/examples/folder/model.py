@@ -24,9 +24,8 @@ class ModelConfig:
     channels: Annotated[int, Field(multiple_of=8, gt=0)] = 32  # 8 groups of GroupNorm
     num_blocks: list[Annotated[int, Field(ge=1)]] = field(default_factory=lambda: [1, 1, 1])
     stem_stride: Annotated[int, Field(ge=1, le=8)] = 1
-    class_names: list[str] = field(
-        default_factory=list
-    )  # filled in below; a checkpoint with other classes is refused
+    # filled in below; a checkpoint with other classes is refused
+    class_names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         library = (self.pretrained or "").partition(":")[0]
@@ -100,9 +99,8 @@ def convolution(num_inputs: int, width: int, size: int, stride: int) -> nn.Modul
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of one micro-batch, weighted by class, and the (B, num_classes) logits."""
-    logits = model(
-        batch.inputs
-    )  # once, and no part of the model: under DDP this call averages the gradients
+    # once, and no part of the model: under DDP this call averages the gradients
+    logits = model(batch.inputs)
     losses = F.cross_entropy(logits, batch.targets, reduction="none")
     return (losses * batch.weights).sum() / batch.weights.sum(), logits
 
@@ -120,9 +118,10 @@ def predict(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def build_metrics(config: ModelConfig) -> Any:
     """Build the metrics that evaluation reports. The confusion_matrix is written to reports/."""
+    # here, since the import takes a second that training need not wait for
     from torchmetrics import (
         MetricCollection,
-    )  # here, since the import takes a second that training need not wait for
+    )
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     num_classes = len(config.class_names)

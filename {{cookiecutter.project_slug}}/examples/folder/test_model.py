@@ -24,6 +24,5 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
     for gradient, whole in zip(
         torch.autograd.grad(together, list(model.parameters())), expected, strict=True
     ):
-        torch.testing.assert_close(
-            gradient, whole, rtol=1e-3, atol=1e-6
-        )  # float32, summed in another order
+        # float32, summed in another order
+        torch.testing.assert_close(gradient, whole, rtol=1e-3, atol=1e-6)

@@ -32,9 +32,8 @@ class DataConfig:
 
     train_file: str = "hamlet.txt"
     """A relative path starts in the folder of run.py. To train on several texts, join them: cat *.txt > all.txt"""
-    validation_file: str | None = (
-        None  # None: the last part of train_file, validation_fraction of it
-    )
+    # None: the last part of train_file, validation_fraction of it
+    validation_file: str | None = None
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     block_size: Annotated[int, Field(ge=1)] = 128  # tokens that the model sees at once
 
@@ -65,9 +64,10 @@ class Blocks(Dataset[Batch]):
 
     def __getitems__(self, indices: list[int]) -> Batch:
         """Return a whole batch. This is faster than stacking single samples."""
+        # (B, T + 1)
         indices_of_tokens = numpy.array(indices)[:, None] * self.stride + numpy.arange(
             self.size + 1
-        )  # (B, T + 1)
+        )
         tokens = torch.from_numpy(self.tokens[indices_of_tokens].astype(numpy.int64))
         return Batch(tokens[:, :-1], tokens[:, 1:])
 

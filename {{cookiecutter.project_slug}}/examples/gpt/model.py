@@ -20,16 +20,18 @@ from .dataset import Batch, DataConfig, decode, encode
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
+# of a continuation; a lower temperature keeps to what is likely
 NUM_NEW_TOKENS, TEMPERATURE = (
     200,
     0.8,
-)  # of a continuation; a lower temperature keeps to what is likely
+)
+# NVIDIA's, dense bf16; add your GPU
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
-}  # NVIDIA's, dense bf16; add your GPU
+}
 logger = logging.getLogger(__name__)
 
 
@@ -90,14 +92,12 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         parts = self.attention(self.norm1(hidden)).unflatten(2, (3, self.num_heads, -1))
-        query, key, value = parts.permute(
-            2, 0, 3, 1, 4
-        )  # (B, T, 3, heads, size/heads) -> 3 of (B, heads, T, …)
+        # (B, T, 3, heads, size/heads) -> 3 of (B, heads, T, …)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout.p if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        hidden = hidden + self.dropout(
-            self.attention_output(mixed.transpose(1, 2).flatten(2))
-        )  # (B, T, size)
+        # (B, T, size)
+        hidden = hidden + self.dropout(self.attention_output(mixed.transpose(1, 2).flatten(2)))
         return hidden + self.dropout(self.mlp_output(F.gelu(self.mlp(self.norm2(hidden)))))
 
 
@@ -112,14 +112,12 @@ class GPT(nn.Module):
             nn.Embedding(self.block_size, size),
         )
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(
-            Block(config) for _ in range(config.num_layers)
-        )  # fsdp shards them one by one
+        # fsdp shards them one by one
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(size, bias=False)
         for name, weight in self.named_parameters():
-            if (
-                weight.ndim > 1
-            ):  # weights that add to `hidden` begin smaller, the more layers there are
+            # weights that add to `hidden` begin smaller, the more layers there are
+            if weight.ndim > 1:
                 nn.init.normal_(
                     weight,
                     std=0.02 / math.sqrt(2 * config.num_layers) if "output" in name else 0.02,
@@ -131,14 +129,12 @@ class GPT(nn.Module):
         self.flops_per_token = 6 * num_weights + 12 * config.num_layers * size * self.block_size
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.dropout(
-            self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
-        )  # (B, T, size)
+        # (B, T, size)
+        hidden = self.dropout(self.tokens(inputs) + self.positions.weight[: inputs.shape[1]])
         for block in self.blocks:
             hidden = block(hidden)
-        return F.linear(
-            self.norm(hidden), self.tokens.weight
-        )  # input and output share the embedding
+        # input and output share the embedding
+        return F.linear(self.norm(hidden), self.tokens.weight)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -147,18 +143,18 @@ def build_model(config: ModelConfig) -> nn.Module:
 
 def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy per token of one micro-batch, in nats, and the (B, T, vocabulary_size) logits."""
-    logits = model(
-        batch.inputs
-    )  # `model(...)` itself, and once: under DDP gradients are averaged through that call
+    # `model(...)` itself, and once: under DDP gradients are averaged through that call
+    logits = model(batch.inputs)
     speed.num_tokens += batch.inputs.numel()
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()), logits
 
 
 def build_metrics(config: ModelConfig) -> "MetricCollection":
     """Return no metrics. Evaluation reports only the loss, so update_metrics has nothing to do."""
+    # here, since the import takes a second that training need not wait for
     from torchmetrics import (
         MetricCollection,
-    )  # here, since the import takes a second that training need not wait for
+    )
 
     return MetricCollection({})
 
@@ -180,9 +176,8 @@ def generate(model: nn.Module, tokens: Tensor, lengths: Tensor) -> list[str]:
     rows, offsets = (torch.arange(number, device=tokens.device) for number in (len(tokens), size))
     tokens = F.pad(tokens, (0, NUM_NEW_TOKENS + size))
     for _ in range(NUM_NEW_TOKENS):
-        first = (lengths - size).clamp(
-            min=0
-        )  # of the window that the model sees; padding is behind the last token
+        # of the window that the model sees; padding is behind the last token
+        first = (lengths - size).clamp(min=0)
         window = tokens.gather(1, first[:, None] + offsets)  # (B, size)
         logits = model(window)[rows, lengths - first - 1].float()  # (B, vocabulary_size)
         noise = torch.stack(

@@ -58,9 +58,8 @@ class Samples(Dataset[Batch]):
 
 def build_datasets(config: DataConfig) -> tuple[Samples, Samples]:
     """REPLACE. Return the training set, the validation set and, if you want one, a test set (evaluation.split=test)."""
-    generator = torch.Generator().manual_seed(
-        0
-    )  # not the run's seed: runs with different seeds see the same data
+    # not the run's seed: runs with different seeds see the same data
+    generator = torch.Generator().manual_seed(0)
     first, second = (
         torch.randn(config.num_samples, width, generator=generator) for width in NUM_FEATURES
     )

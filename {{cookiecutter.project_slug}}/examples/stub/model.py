@@ -38,9 +38,8 @@ class TwoInputs(nn.Module):
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         features = torch.cat((first, second), dim=1)  # (B, 11)
         prediction: Tensor = self.output(F.gelu(self.hidden(features)))
-        return prediction.squeeze(
-            1
-        )  # (B, 1) -> (B,), as the targets: else the loss would broadcast to (B, B)
+        # (B, 1) -> (B,), as the targets: else the loss would broadcast to (B, B)
+        return prediction.squeeze(1)
 
 
 def build_model(config: ModelConfig) -> nn.Module:
@@ -63,9 +62,10 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
     For a classifier, write {"accuracy": MulticlassAccuracy(num_classes, average="micro")}, and in config.yaml
     `evaluation.metric: accuracy` and `evaluation.mode: max`.
     """
+    # here, since the import takes a second that training need not wait for
     from torchmetrics import (
         MetricCollection,
-    )  # here, since the import takes a second that training need not wait for
+    )
 
     return MetricCollection({})
 

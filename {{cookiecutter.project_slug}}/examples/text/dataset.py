@@ -131,9 +131,8 @@ class Sentences(Dataset[Batch]):
         inputs = pad_sequence(
             [self.encoded[i] for i in indices], batch_first=True, padding_value=self.padding
         )
-        mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(
-            1
-        )  # (L,) < (B, 1) -> (B, L)
+        # (L,) < (B, 1) -> (B, L)
+        mask = torch.arange(inputs.shape[1]) < self.sample_lengths[rows].unsqueeze(1)
         return Batch(inputs, mask, self.targets[rows])
 
 
@@ -150,9 +149,8 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
     `source` is a file or a sentence. The targets are all 0 and are not used.
     """
     texts = read_texts(Path(source)) if names_file(source) else [source]
-    if any(
-        "\ud800" <= char <= "\udfff" for char in texts[0]
-    ):  # what Python makes of other bytes in an argument
+    # what Python makes of other bytes in an argument
+    if any("\ud800" <= char <= "\udfff" for char in texts[0]):
         raise ConfigError(
             f"predict {one_line(source)}: is not UTF-8. Type it in a terminal that is set to UTF-8."
         )
@@ -165,9 +163,8 @@ def read_inputs(source: str, config: DataConfig) -> tuple[Sentences, list[str]]:
 def names_file(source: str) -> bool:
     """Return True if `source` is a file or looks like a file's name. If there is no such file, read_texts() says so."""
     # The name of a missing file beyond ASCII must end as in READERS: 价格是3.5元 and 再来一次...好吗 are sentences.
-    is_there = os.path.exists(source) and not os.path.isdir(
-        source
-    )  # Path.exists() raises for a name that is too long
+    # Path.exists() raises for a name that is too long
+    is_there = os.path.exists(source) and not os.path.isdir(source)
     return (
         is_there
         or Path(source).suffix in READERS

@@ -150,9 +150,8 @@ class SentenceEncoder(nn.Module):
         hidden = self.embedding_dropout(hidden + self.positions[: hidden.shape[1]])
         for layer in self.layers:
             hidden = layer(hidden, src_key_padding_mask=~mask)
-        weights = (
-            mask.unsqueeze(2) / mask.sum(1)[:, None, None]
-        )  # (B, L, 1): no mean over what is padded
+        # (B, L, 1): no mean over what is padded
+        weights = mask.unsqueeze(2) / mask.sum(1)[:, None, None]
         logits: Tensor = self.output(self.dropout((self.norm(hidden) * weights).sum(1)))
         return logits
 
@@ -181,9 +180,8 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     Call `model(...)` exactly once, not one of its methods: DDP needs that call to average the gradients.
     """
     logits = model(batch.inputs, batch.mask)
-    targets = batch.targets.unsqueeze(1).expand(
-        -1, logits.shape[1]
-    )  # (B, num_members): each learns by itself
+    # (B, num_members): each learns by itself
+    targets = batch.targets.unsqueeze(1).expand(-1, logits.shape[1])
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), vote(logits)
 
 
@@ -203,9 +201,10 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
 
     The confusion_matrix is written to reports/, and `run.py report` shows it with the scores of each class.
     """
+    # here, since the import takes a second that training need not wait for
     from torchmetrics import (
         MetricCollection,
-    )  # here, since the import takes a second that training need not wait for
+    )
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
     accuracy = MulticlassAccuracy(config.num_classes, average="micro")

@@ -89,9 +89,8 @@ def test_a_batch_cut_in_two_has_the_gradient_of_the_whole() -> None:
     most, rest = (torch.autograd.grad(compute_loss(model, part)[0], parameters) for part in parts)
     for expected, *shares in zip(whole, most, rest, strict=True):
         together = (15 * shares[0] + 5 * shares[1]) / 20
-        torch.testing.assert_close(
-            together, expected, rtol=1e-3, atol=1e-6
-        )  # float32, summed in another order
+        # float32, summed in another order
+        torch.testing.assert_close(together, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_padding_does_not_change_what_is_said_of_a_sentence() -> None:

@@ -85,9 +85,8 @@ def _class_id(record: Any, label_names: list[str]) -> int:
     label = (
         record.get("label") if isinstance(record, dict) else record[1] if len(record) == 2 else None
     )
-    if isinstance(record, str) or not isinstance(
-        label, str | int | float
-    ):  # or null, a list, a section
+    # or null, a list, a section
+    if isinstance(record, str) or not isinstance(label, str | int | float):
         raise ValueError("there is no label. A row is a text and a label.")
     name = str(label).strip()
     if name in label_names:

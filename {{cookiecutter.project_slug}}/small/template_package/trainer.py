@@ -110,10 +110,11 @@ class Trainer:
         self.evaluator = Evaluator(validation_data, "validation", config, rank, task)
         steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(steps, training.max_steps or steps)
+        # kept: a checkpoint's unknown entries
         self.progress, self.kept = (
             Progress(),
             dict[str, Any](),
-        )  # kept: a checkpoint's unknown entries
+        )
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         self.startup_seconds: float | None = None

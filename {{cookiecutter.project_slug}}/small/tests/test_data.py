@@ -1,5 +1,6 @@
 """Tests of shares and of reading: which samples each rank sees, and with which weight."""
 
+import gc
 import random
 from itertools import chain
 from typing import Any
@@ -55,6 +56,7 @@ def read(world_size: int, micro_batch_size: int, num_workers: int = 0) -> list[A
         loader.start(0, 0)
         model = torch.nn.Linear(1, 1)
         per_rank.append([[*loader.next_step(model)] for _ in range(2 * loader.steps_per_epoch)])
+        del loader
     steps = []
     for of_ranks in zip(*per_rank, strict=True):
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
@@ -64,6 +66,7 @@ def read(world_size: int, micro_batch_size: int, num_workers: int = 0) -> list[A
             for row in torch.stack([*batch], 1)[: request.num_samples].tolist()
         ]
         steps.append((sorted(rows), sum(float(weight) for _, weight in pieces)))
+    gc.collect()  # ends the workers, which ignore SIGTERM at the process's end
     return steps
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 USAGE = """python run.py [COMMAND] [--config PATH] [key=value ...]
 Without a command it trains, or continues. The keys are those of config.yaml: training.epochs=3 name=first"""
+# --help shows those that the project has
 COMMANDS = {
     "benchmark": "measures how fast each strategy trains, and what 16-bit precision or torch.compile adds.",
     "doctor": "finds what would make runs fail on this machine, and how to fix it. --json prints JSON.",
@@ -29,7 +30,7 @@ COMMANDS = {
     "report [NAME…]": "writes an HTML file, readable offline, that shows one run or compares several runs.",
     "smoke": "tests that your model trains, saves, resumes and evaluates on two CPU ranks.",
     "sweep FILE": "starts many training runs, in parallel if possible. Rerun it to resume the sweep.",
-}  # --help shows those that the project has
+}
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 

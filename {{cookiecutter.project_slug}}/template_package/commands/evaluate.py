@@ -90,9 +90,8 @@ def restore(
     path: Path, config: Config, context: RankContext, task: Task, build: Callable[[], Any]
 ) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
-    is_checkpoint = path.name == "best.pt" or path.name.startswith(
-        "step_"
-    )  # other files: weights of any program
+    # other files: weights of any program
+    is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")
     state = read_once(
         lambda: (
             load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0}
@@ -103,9 +102,8 @@ def restore(
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
     check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
-    seed_generators(
-        config.seed
-    )  # as in training: a model may keep drawn numbers that no checkpoint holds
+    # as in training: a model may keep drawn numbers that no checkpoint holds
+    seed_generators(config.seed)
     with context.local_rank_first("model"):
         model = task.build_model(config.model)
     if not is_checkpoint:

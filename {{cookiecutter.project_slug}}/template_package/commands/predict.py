@@ -66,9 +66,8 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             ]
             path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-            logger.info(
-                "%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path
-            )  # the first ones, to look at
+            # the first ones, to look at
+            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
 
 
 @torch.no_grad()

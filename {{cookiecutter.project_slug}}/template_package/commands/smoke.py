@@ -23,9 +23,8 @@ SMALL = f"""
     checkpoint.keep_last=null checkpoint.resume=auto logging.every_steps=1 logging.tracker=none
     logging.report=false logging.progress_bar=false logging.profile_steps=null
 """
-RELATIVE_TOLERANCE = (
-    1e-4  # the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
-)
+# the resumed steps repeat the first run's; some CPU kernels do not add in a fixed order
+RELATIVE_TOLERANCE = 1e-4
 
 
 def main(line: CommandLine) -> int:

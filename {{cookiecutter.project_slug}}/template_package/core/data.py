@@ -194,9 +194,8 @@ class TrainLoader:
             [loss_weight_of(micro_batch, self._task, module, self._context) for micro_batch in held]
         )
         total = all_reduce(weights.sum())
-        scale = torch.where(
-            total == 0, 0.0, self._context.world_size / total
-        )  # all weights of a batch may be 0
+        # all weights of a batch may be 0
+        scale = torch.where(total == 0, 0.0, self._context.world_size / total)
         yield from zip(held, weights * scale, strict=True)
 
     def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
@@ -259,9 +258,8 @@ class EvaluationLoader:
         self.num_samples = min(num_all, limit or num_all)
         # With a limit, take samples at even distances: the first ones may be of one class.
         order = torch.arange(self.num_samples) * num_all // self.num_samples
-        if (
-            lengths := numbers_of(dataset, "sample_lengths")
-        ) is not None:  # like lengths together, long ones first
+        # like lengths together, long ones first
+        if (lengths := numbers_of(dataset, "sample_lengths")) is not None:
             order = order[(-lengths[order]).argsort(stable=True)]
             order = torch.cat(
                 [order[rank :: context.world_size] for rank in range(context.world_size)]
@@ -297,9 +295,8 @@ class EvaluationLoader:
 
     def _seed(self, micro_batch: MicroBatch) -> None:
         """Make what the model draws depend on nothing that came before."""
-        seed = (
-            seed_cpu if self._context.device.type == "mps" else seed_generators
-        )  # MPS's is not restored
+        # MPS's is not restored
+        seed = seed_cpu if self._context.device.type == "mps" else seed_generators
         seed(derive_seed(0, 0, micro_batch.request.indices[0]))
 
 
@@ -313,31 +310,29 @@ class Fetcher(Dataset[MicroBatch]):
 
     max_workers = 8
     _is_checked = False  # its batches are as they should be
-    _own: list[Any] | None = (
-        None  # the data set's generators, once this process has looked for them
-    )
+    # the data set's generators, once this process has looked for them
+    _own: list[Any] | None = None
 
     def __init__(self, dataset: Dataset[Any], task: Task, seed: int) -> None:
         self._dataset: Any = dataset
         self._task = task
         self._roots: list[Any] = [dataset]  # where to look for generators, besides dataset.py
         self._seed, self._epoch = seed, -1
-        while isinstance(
-            dataset, Subset
-        ):  # a Subset has __getitems__ whatever the data set below offers
+        # a Subset has __getitems__ whatever the data set below offers
+        while isinstance(dataset, Subset):
             dataset = dataset.dataset
         self._has_whole_batches = hasattr(dataset, "__getitems__")
+        # Hugging Face
         self.is_quick = self._has_whole_batches and not type(dataset).__module__.startswith(
             "datasets."
-        )  # Hugging Face
+        )
 
     def __getitem__(self, request: Request) -> MicroBatch:
         try:
             self.set_epoch(request.epoch)
             micro_batch = MicroBatch(self._read(request), request)
-            if (
-                not self._is_checked
-            ):  # a batch that collate() or __getitems__ makes may differ from the first
+            # a batch that collate() or __getitems__ makes may differ from the first
+            if not self._is_checked:
                 check_batch(
                     micro_batch.batch, len(request.indices) or request.num_samples, self._task
                 )
@@ -345,10 +340,11 @@ class Fetcher(Dataset[MicroBatch]):
                     self._task.collate is default_collate and not self._has_whole_batches
                 )
             return micro_batch
+        # it would end the loop over batches without an error
         except (
             StopIteration,
             SystemExit,
-        ) as error:  # it would end the loop over batches without an error
+        ) as error:
             raise RuntimeError(
                 f"the data set, or its collate function, raised {type(error).__name__}"
             ) from error
@@ -379,15 +375,12 @@ class Fetcher(Dataset[MicroBatch]):
         if type(dataset) is Subset:
             rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
         if type(dataset) is TensorDataset and self._task.collate is default_collate:
-            index = torch.from_numpy(
-                numpy.array(rows)
-            )  # once: each tensor would make its own from a list
-            return [
-                tensor[index] for tensor in dataset.tensors
-            ]  # as collated items, without reading them one by one
-        with (
-            generators_restored() if get_worker_info() is None else nullcontext()
-        ):  # in a worker, nobody else draws
+            # once: each tensor would make its own from a list
+            index = torch.from_numpy(numpy.array(rows))
+            # as collated items, without reading them one by one
+            return [tensor[index] for tensor in dataset.tensors]
+        # in a worker, nobody else draws
+        with generators_restored() if get_worker_info() is None else nullcontext():
             is_first, batch = self._own is None, self._read_seeded(request)
             own = generators_of(*self._roots, self._task.data_globals) if is_first else []
             if len(own) > len(self._own or ()):  # some were made when first used
@@ -472,9 +465,8 @@ class BatchReader:
         if self._loader is None:
             return map(self.fetcher.__getitem__, requests)
         self._requests.now = requests
-        with (
-            signals_blocked() if self._loader.num_workers else nullcontext()
-        ):  # they would kill a worker that starts
+        # they would kill a worker that starts
+        with signals_blocked() if self._loader.num_workers else nullcontext():
             micro_batches = iter(self._loader)
         if self.device.type == "cpu":
             return micro_batches
@@ -489,9 +481,8 @@ def _start_worker(rank_pid: int, _worker_id: int) -> None:
     os.setpgrp()  # Ctrl-C goes to a whole group: the rank decides, and saves first
     for number in STOP_SIGNALS:  # some schedulers signal each process of a run
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, STOP_SIGNALS
-    )  # for the processes that user code starts here
+    # for the processes that user code starts here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 @runtime_checkable
@@ -520,9 +511,8 @@ def loss_weight_of(
     weight: Any = micro_batch.request.num_samples
     if task.loss_weight is not None and weight:
         weight = task.loss_weight(micro_batch.batch, module)
-    return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(
-        weight
-    )  # a copy from the host would wait
+    # a copy from the host would wait
+    return torch.ones((), dtype=context.sum_dtype, device=context.device).mul(weight)
 
 
 def check_batch(batch: Any, num_samples: int, task: Task) -> None:
@@ -535,9 +525,8 @@ def check_batch(batch: Any, num_samples: int, task: Task) -> None:
     largest = max(
         [len(entry) for entry in entries if getattr(entry, "ndim", 1)], default=num_samples
     )
-    if (
-        largest < num_samples and task.loss_weight is None
-    ):  # also (T, B), where loss_weight() can return B
+    # also (T, B), where loss_weight() can return B
+    if largest < num_samples and task.loss_weight is None:
         remedy = (
             "Leave none out, or let loss_weight() of model.py return what the loss is a mean over"
         )

@@ -60,9 +60,10 @@ class Task:
         """The names in dataset.py. Random generators may be among their values."""
         return vars(user_data)
 
+    # a worker that is spawned finds them anew: a lambda cannot be sent
     def __reduce__(
         self,
-    ) -> tuple[Any, ...]:  # a worker that is spawned finds them anew: a lambda cannot be sent
+    ) -> tuple[Any, ...]:
         return find_task, ()
 
 
@@ -117,9 +118,8 @@ def inner(dataset: Any) -> list[Any]:
             is_named = name in ("dataset", "datasets")  # an inner one may be of any class
             parts = value[:100] if isinstance(value, list) else [value]
             parts = [part for part in parts if is_named or isinstance(part, Dataset)]
-            found += [
-                part for part in parts if all(part is not other for other in found)
-            ]  # arrays cannot be compared
+            # arrays cannot be compared
+            found += [part for part in parts if all(part is not other for other in found)]
     return found[1:]
 
 

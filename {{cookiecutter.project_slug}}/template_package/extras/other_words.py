@@ -22,12 +22,10 @@ def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str |
     if ours is None:
         return None
     if re.search(r"[\[,]|^(0|-1|cuda|gpu)$", value):
-        ours = re.sub(
-            "=auto:{}.*", "", ours
-        )  # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
-    value = (
-        "auto" if value in ("cuda", "gpu", "-1") else re.sub(r"cuda:|[\[\] ]", "", value)
-    )  # cuda:2, [0, 2]
+        # gpus=0,2 and gpus=[2] are ids, gpus=2 is their number
+        ours = re.sub("=auto:{}.*", "", ours)
+    # cuda:2, [0, 2]
+    value = "auto" if value in ("cuda", "gpu", "-1") else re.sub(r"cuda:|[\[\] ]", "", value)
     return ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
@@ -36,9 +34,8 @@ def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
     flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
     if not flags:
         return
-    full = {
-        key.rpartition(".")[2]: key for key in reversed(dotted(read_settings(path, ())))
-    }  # the first that has it
+    # the first that has it
+    full = {key.rpartition(".")[2]: key for key in reversed(dotted(read_settings(path, ())))}
     # --key value, --key=value, --key value value, --key
     pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", flags) or [("KEY", "")]
     ours = []

@@ -50,9 +50,8 @@ class StreamLoader(TrainLoader):
         super().__init__(
             PartFetcher(dataset, task, seed, context), task, config, context, seed=seed, **sizes
         )
-        self._reader.device = torch.device(
-            "cpu"
-        )  # a step's micro-batches are counted before the first one is moved
+        # a step's micro-batches are counted before the first one is moved
+        self._reader.device = torch.device("cpu")
 
     def start(self, epoch: int, position: int) -> None:
         """Make the next step begin at the stream position `self.cursor`. Both arguments are ignored."""
@@ -98,9 +97,8 @@ class StreamLoader(TrainLoader):
         parts = [*cursor["parts"]]
 
         def requests() -> Iterator[Request]:
-            for number in (
-                count()
-            ):  # a worker's first request names its cursor; before the turn, it asks for no item
+            # a worker's first request names its cursor; before the turn, it asks for no item
+            for number in count():
                 part, size = (
                     cursor["parts"][number] if number < len(parts) else None,
                     self.micro_batch_size,
@@ -109,9 +107,8 @@ class StreamLoader(TrainLoader):
                     cursor["pass"], [], [], size * (number >= cursor["turn"]), cursor=part
                 )
 
-        self._reader.fetcher.set_epoch(
-            cursor["pass"]
-        )  # Hugging Face's workers share it: not all of them at once
+        # Hugging Face's workers share it: not all of them at once
+        self._reader.fetcher.set_epoch(cursor["pass"])
         for number, answer in enumerate(self._reader.read(requests())):
             parts[number % len(parts)] = answer.request.cursor
             answer.request.cursor = cursor | {"turn": (number + 1) % len(parts), "parts": [*parts]}
@@ -126,9 +123,8 @@ class StreamLoader(TrainLoader):
         micro_batches = self._read(self.cursor)
         while True:
             pieces = [*islice(micro_batches, num_pieces)]
-            total = int(
-                all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces)))
-            )  # on the CPU
+            # on the CPU
+            total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))
             if total == 0:  # on all ranks
                 if self.cursor == self._beginning(number := self.cursor["pass"]):
                     raise ConfigError(
@@ -164,14 +160,12 @@ class PartFetcher(Fetcher):
             from datasets.distributed import split_dataset_by_node
 
             dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
-        self._has_state = hasattr(dataset, "load_state_dict") and not _has(
-            layers, "buffer_size"
-        )  # not in the state
+        # not in the state
+        self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
         super().__init__(dataset, task, seed)
-        if (
-            self._has_state or library == "datasets"
-        ):  # its own generators may hold the order of its items
+        # its own generators may hold the order of its items
+        if self._has_state or library == "datasets":
             self._roots.remove(dataset)
 
     def __len__(self) -> int:
@@ -200,9 +194,8 @@ class PartFetcher(Fetcher):
         if self._has_state:
             self._dataset.load_state_dict(deepcopy(cursor.get("state", self._beginning)))
         if not self._is_sharded:
-            _utils.worker._worker_info = (
-                None  # a data set that splits its items among workers would split them again
-            )
+            # a data set that splits its items among workers would split them again
+            _utils.worker._worker_info = None
         items = iter(() if cursor["is_over"] else self._dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:

@@ -58,9 +58,8 @@ class Devices(NamedTuple):
 
     names: list[str]  # ["cuda:0", "cuda:1"] or ["cpu", "cpu"]
     notes: list[str]  # for the log
-    locks: tuple[
-        socket.socket, ...
-    ] = ()  # to be kept as long as the run lives; they end with the process
+    # to be kept as long as the run lives; they end with the process
+    locks: tuple[socket.socket, ...] = ()
 
 
 def take_devices(
@@ -127,9 +126,8 @@ def _take(
 ) -> tuple[Devices, int]:
     """Lock the `named` GPUs. If none are named, try to lock `number` free GPUs, or every free GPU if it is 0."""
     deadline = time.monotonic() + CHOOSER_SECONDS
-    while (
-        chooser := take_lock("chooser")
-    ) is None:  # one process at a time: of two that want all GPUs, one gets them
+    # one process at a time: of two that want all GPUs, one gets them
+    while (chooser := take_lock("chooser")) is None:
         if time.monotonic() > deadline:  # it takes milliseconds
             problem = f"another run has been choosing for {CHOOSER_SECONDS:g} s: is it suspended (Ctrl-Z)?"
             raise ConfigError(
@@ -186,9 +184,8 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
     try:
         nvml.nvmlInit()  # never shut down: without persistence mode, starting again takes seconds
         driver = nvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-    except (
-        nvml.NVMLError
-    ) as error:  # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
+    # Jetson, AMD: torch's numbers are the ids, and nothing is known of their memory
+    except nvml.NVMLError as error:
         gpus = [Gpu(index) for index in range(torch.cuda.device_count())]
         return Gpus(gpus, gpus, f"NVML: {error}")
     if driver < int((built := torch.version.cuda or "0").partition(".")[0]):
@@ -209,13 +206,11 @@ def find_gpus(environment: Mapping[str, str], nvml: Any = None) -> Gpus:
 def _read(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     gpu = Gpu(index, uuid=nvml.nvmlDeviceGetUUID(handle), name=nvml.nvmlDeviceGetName(handle))
-    with suppress(
-        nvml.NVMLError
-    ):  # not every GPU and driver answers every question: the rest stays unknown
+    # not every GPU and driver answers every question: the rest stays unknown
+    with suppress(nvml.NVMLError):
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        generations = (
-            getattr(torch._C, "_cuda_getArchFlags", str)() or ""
-        )  # `sm_75 sm_80 …`; CUDA is not started
+        # `sm_75 sm_80 …`; CUDA is not started
+        generations = getattr(torch._C, "_cuda_getArchFlags", str)() or ""
         oldest = min((int(arch) for arch in re.findall(r"sm_(\d+)", generations)), default=0)
         if 10 * major + minor < oldest:
             gpu = replace(
@@ -262,12 +257,10 @@ def take_lock(name: str) -> socket.socket | None:
     """Return a lock on `name`, or None if it is locked already. The lock lasts until this process and its forks end."""
     lock = socket.socket(socket.AF_UNIX)
     try:
-        if (
-            name and sys.platform == "linux"
-        ):  # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
-            lock.bind(
-                f"\0ddp-template-gpu/{name}"
-            )  # the same in every project; the \0 makes it abstract
+        # otherwise (a GPU without UUID: Jetson, AMD) it keeps nobody out
+        if name and sys.platform == "linux":
+            # the same in every project; the \0 makes it abstract
+            lock.bind(f"\0ddp-template-gpu/{name}")
     except OSError:  # EADDRINUSE
         lock.close()
         return None

@@ -24,21 +24,17 @@ class RankContext:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    devices: tuple[torch.device, ...] = (
-        torch.device("cpu"),
-    )  # of this process: several only under data_parallel
-    device_notes: tuple[
-        str, ...
-    ] = ()  # for the log: which GPU became which cuda:i, and why others were left out
+    # of this process: several only under data_parallel
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),)
+    # for the log: which GPU became which cuda:i, and why others were left out
+    device_notes: tuple[str, ...] = ()
     started_at: float = 0.0  # the start of the command, in seconds since 1970
     node_rank: int = 0
-    store: Any = (
-        None  # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
-    )
+    # a torch.distributed.Store: key-value pairs that all ranks reach without a collective
+    store: Any = None
     attempt: int = 0  # restarts before this start of the ranks
-    report_failure: Callable[[str, int], object] = (
-        print  # tells why this rank fails: text, exit code
-    )
+    # tells why this rank fails: text, exit code
+    report_failure: Callable[[str, int], object] = print
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({socket.gethostname()}, {self.device})"
@@ -49,9 +45,8 @@ class RankContext:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return (
-            torch.float32 if self.device.type == "mps" else torch.float64
-        )  # of sums over samples; MPS has no float64
+        # of sums over samples; MPS has no float64
+        return torch.float32 if self.device.type == "mps" else torch.float64
 
     @property
     def is_main(self) -> bool:
@@ -62,9 +57,8 @@ class RankContext:
         """Run the `with` block on local rank 0, then on the node's other ranks, so a node downloads data only once."""
         key = f"first/{task}/{self.node_rank}"
         if self.local_rank > 0:
-            self.store.wait(
-                [key], timedelta(days=7)
-            )  # no collective: NCCL's watchdog would abort a long download
+            # no collective: NCCL's watchdog would abort a long download
+            self.store.wait([key], timedelta(days=7))
         try:
             yield
         finally:

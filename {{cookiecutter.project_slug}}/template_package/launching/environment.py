@@ -35,9 +35,8 @@ class Launched(NamedTuple):
     master_addr: str
     master_port: int
     attempt: int = 0  # restarts before this start
-    is_store_served: bool = (
-        False  # by the launcher, as torchrun's agent does; otherwise rank 0 serves it
-    )
+    # by the launcher, as torchrun's agent does; otherwise rank 0 serves it
+    is_store_served: bool = False
 
 
 def launcher_of(environment: Mapping[str, str]) -> str | None:
@@ -72,16 +71,15 @@ def find_launcher(environment: Mapping[str, str], launch: "LaunchConfig") -> Lau
         )
     if launcher == "srun":
         rank, world_size, local_rank, node_rank = read_numbers(environment, SRUN)
+        # "2(x3),1"
         counts = re.findall(
             r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-        )  # "2(x3),1"
-        tasks = [
-            int(count) for count, times in counts for _ in range(int(times or 1))
-        ]  # of each node
+        )
+        # of each node
+        tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
         address = launch.master_addr
-        if len(tasks) > 1 and is_loopback(
-            address
-        ):  # the first node's name need not be the name of a host
+        # the first node's name need not be the name of a host
+        if len(tasks) > 1 and is_loopback(address):
             command = ["scontrol", "show", "node", environment.get("SLURM_STEP_NODELIST", "")]
             address = re.findall(
                 r"NodeAddr=(\S+)", subprocess.check_output(command, text=True, timeout=30)
@@ -104,9 +102,8 @@ def read_numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list
 
 def port_for(job: str) -> int:
     """Return a port that is the same on every rank of a job and probably differs from the ports of other jobs."""
-    return (
-        20_000 + zlib.crc32(job.encode()) % 12_000
-    )  # below the ports that Linux hands out itself, from 32768 on
+    # below the ports that Linux hands out itself, from 32768 on
+    return 20_000 + zlib.crc32(job.encode()) % 12_000
 
 
 def is_loopback(address: str) -> bool:

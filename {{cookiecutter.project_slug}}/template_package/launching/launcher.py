@@ -38,9 +38,8 @@ class Node(NamedTuple):
     """Describes this node's part of a run: the devices of its ranks, and the launcher (such as torchrun), if any."""
 
     devices: Devices
-    num_ranks: (
-        int  # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
-    )
+    # over all nodes: one per device; 1 if a single rank drives them all (data_parallel)
+    num_ranks: int
     launched: Launched | None = None  # where a launcher has put this process, if one has started it
     store: dist.Store | None = None  # where the launcher's ranks meet
 
@@ -49,9 +48,8 @@ def find_node(config: Config, environment: Mapping[str, str] = os.environ) -> No
     """Choose this node's devices, waiting for free ones if necessary. Raise ConfigError if it cannot get them."""
     if (launched := find_launcher(environment, config.launch)) is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                number, signal.SIG_DFL
-            )  # a handler in Python would wait for the store's answer
+            # a handler in Python would wait for the store's answer
+            signal.signal(number, signal.SIG_DFL)
         return _join(config, launched, environment)
     if config.launch.nodes > 1:
         _become_torchrun(config)
@@ -148,9 +146,8 @@ def _run_rank(
             context, store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         )
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
-    if (
-        context.local_world_size > 1
-    ):  # one rank has all cores by itself, and MKL is slower once it is told a number
+    # one rank has all cores by itself, and MKL is slower once it is told a number
+    if context.local_world_size > 1:
         torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
     # A second connection, opened now: another thread may block the first, and to look for a lost store takes minutes.
     store = context.store.clone()
@@ -187,17 +184,15 @@ def _run_rank(
         return processes.STOPPED[0]
     except StopRun as stop:
         code = stop.code
-        if (
-            code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1
-        ):  # under a launcher
+        # under a launcher
+        if code == processes.OUT_OF_MEMORY and console is not None and context.world_size > 1:
             return fail(
                 "out of memory: the same command continues, with smaller micro-batches", code
             )
     except BaseException:  # SystemExit too: a rank that leaves by itself leaves the others waiting
         return fail(traceback.format_exc(), 1)
-    if (
-        code != processes.OUT_OF_MEMORY
-    ):  # after it, other ranks may be in a collective: leaving would wait for them
+    # after it, other ranks may be in a collective: leaving would wait for them
+    if code != processes.OUT_OF_MEMORY:
         gc.collect()  # gloo hangs if DDP outlives the group
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -274,9 +269,8 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
         and config.device_ids == "auto"
         and len(find_gpus(environment).visible) == 1
     ):
-        devices = take_devices(
-            "auto:1", options, environment
-        )  # each rank its own: --gpus-per-task=1, --gpu-bind
+        # each rank its own: --gpus-per-task=1, --gpu-bind
+        devices = take_devices("auto:1", options, environment)
         return Node(
             devices._replace(names=devices.names * num_ranks), launched.world_size, launched, store
         )

@@ -28,10 +28,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
+# it was asked to stop, and has saved if it had time to
 STOPPED = (
     128 + signal.SIGINT,
     128 + signal.SIGTERM,
-)  # it was asked to stop, and has saved if it had time to
+)
 DONE = 64  # it finished. Not 0: a stray sys.exit(0) in user code must not look like success
 IN_ORDER = (DONE, *STOPPED)
 OUT_OF_MEMORY = 75  # memory ran out and a smaller size is written down: the ranks start again
@@ -42,9 +43,8 @@ STOP = "stop/signal"  # the signal that asks all ranks to stop
 BEGUN = "stop/begun/{rank}"  # how many steps and evaluation batches a rank had begun when it heard of the request
 FAILURE = "failure"  # set by the first rank that fails: its Failure, as JSON
 
-early_requests: list[
-    int
-] = []  # stop signals that reached this rank before training: StopRequest reads them
+# stop signals that reached this rank before training: StopRequest reads them
+early_requests: list[int] = []
 
 
 class Failure(NamedTuple):
@@ -88,9 +88,8 @@ def run_processes(
     context: Any = multiprocessing.get_context(default if start_method == "auto" else start_method)
     processes = [context.Process(target=_main, args=(work, own)) for own in arguments]
     signals: list[int] = []
-    with stop_signals_call(
-        signals.append
-    ):  # before the first rank starts, which would wait for others
+    # before the first rank starts, which would wait for others
+    with stop_signals_call(signals.append):
         try:
             with signals_blocked():
                 for process in processes:
@@ -98,9 +97,8 @@ def run_processes(
             _wait(processes, signals, store)
             if any(process.exitcode is None for process in processes) and not signals:
                 time.sleep(0.2)  # ranks that fell together: let them end, and judge by all
-            codes = [
-                process.exitcode for process in processes
-            ]  # None: still alive, and killed below
+            # None: still alive, and killed below
+            codes = [process.exitcode for process in processes]
         finally:
             for process in (process for process in processes if process.pid is not None):
                 process.kill()  # SIGKILL: a rank inside a collective answers to nothing else
@@ -167,9 +165,8 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
-        os.close(
-            alive
-        )  # the launching process alone keeps the fork server, this rank's parent, alive
+        # the launching process alone keeps the fork server, this rank's parent, alive
+        os.close(alive)
     end_process(work(*arguments) or DONE)
 
 
@@ -177,9 +174,8 @@ def end_process(code: int) -> NoReturn:
     """End this process at once. On a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if (
-        multiprocessing.parent_process() is None
-    ):  # a normal exit would remove multiprocessing's folder in /tmp
+    # a normal exit would remove multiprocessing's folder in /tmp
+    if multiprocessing.parent_process() is None:
         shutil.rmtree(
             vars(multiprocessing.current_process())["_config"].get("tempdir", ""),
             ignore_errors=True,
@@ -218,9 +214,8 @@ def stop_signals_call(handle: Callable[[int], None]) -> Iterator[None]:
     def handler(number: int, _: FrameType | None) -> None:
         handle(number if number == signal.SIGINT else signal.SIGTERM)
 
-    numbers = [
-        number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # nohup, _main()
+    # nohup, _main()
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     former = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -18,11 +18,12 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
     )
     if is_plain and context.world_size == 1:
         return Strategy(config.training, context)
+    # its own section, if any
     arguments = (
         config.training,
         context,
         getattr(config, config.strategy, config.ddp),
-    )  # its own section, if any
+    )
     try:
         strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(*arguments)
     except ModuleNotFoundError as error:

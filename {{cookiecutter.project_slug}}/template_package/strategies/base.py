@@ -34,37 +34,32 @@ class Strategy:
 
     model: nn.Module
     module: nn.Module
-    evaluation_model: (
-        nn.Module
-    )  # called in evaluation, which shares no gradients: mostly `module` itself
+    # called in evaluation, which shares no gradients: mostly `module` itself
+    evaluation_model: nn.Module
     optimizer: Optimizer
-    has_collective_forward = (
-        False  # True: forward waits for the other ranks, so all need micro-batches of one size
-    )
+    # True: forward waits for the other ranks, so all need micro-batches of one size
+    has_collective_forward = False
     needs_all_gradients = False  # True: every rank must have a gradient for each trained parameter
     can_rebuild = True  # True: on_epoch_begin() may change which parameters are trained
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
         self.config, self.context = config, context
-        torch.set_float32_matmul_precision(
-            "high" if config.tf32 else "highest"
-        )  # TF32: 10 bits of mantissa
+        # TF32: 10 bits of mantissa
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
         torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
         if config.deterministic:  # some versions of torch refuse cuBLAS without it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
-        self.precision = config.precision.replace(
-            "auto", "fp32"
-        )  # settle_precision() has resolved it
+        # settle_precision() has resolved it
+        self.precision = config.precision.replace("auto", "fp32")
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=self.precision == "fp16")
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Move the model to the device, wrap it, and build the optimizer. For evaluation, pass build_optimizer=None."""
         self.module = self.move(model)
-        if (
-            self.config.sync_batchnorm and self.context.world_size > 1
-        ):  # first: it makes other modules
+        # first: it makes other modules
+        if self.config.sync_batchnorm and self.context.world_size > 1:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
             has_any = any(isinstance(module, nn.SyncBatchNorm) for module in self.module.modules())
             if has_any and build_optimizer is not None and self.context.device.type == "cpu":
@@ -75,10 +70,11 @@ class Strategy:
             checkpoint_activations(self.module)
         if self.config.compile:
             self.module.compile()  # in place: names stay plain
+        # before wrap() shards it
         self.evaluation_model, self.shapes = (
             self.module,
             shapes_of(self.module),
-        )  # before wrap() shards it
+        )
         self._build_optimizer: Any = build_optimizer
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
@@ -126,15 +122,13 @@ class Strategy:
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Step the optimizer and drop the gradients. Return their norm before clipping, or None if clipping is off."""
-        self.scaler.unscale_(
-            self.optimizer
-        )  # before clipping: the limit is on the unscaled gradients
+        # before clipping: the limit is on the unscaled gradients
+        self.scaler.unscale_(self.optimizer)
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        for (
-            parameter
-        ) in self._parameters:  # as optimizer.zero_grad(), at a tenth of its 20 microseconds
+        # as optimizer.zero_grad(), at a tenth of its 20 microseconds
+        for parameter in self._parameters:
             parameter.grad = None
         return norm
 
@@ -144,9 +138,8 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""
-        weights = (
-            self.get_weights()
-        )  # first: FSDP then drops the weights that evaluation left gathered
+        # first: FSDP then drops the weights that evaluation left gathered
+        weights = self.get_weights()
         # Before the first step torch's function would take one, to create the state, and AdamW would count it.
         optimizer = (
             get_optimizer_state_dict(self.module, self.optimizer) if self.optimizer.state else {}
@@ -200,9 +193,8 @@ class Strategy:
         saved = self.module.state_dict().keys()  # others may be caches, longer on some ranks
         for name, buffer in self.module.named_buffers() if self.context.world_size > 1 else ():
             if (is_start or name in saved) and buffer.layout == torch.strided:
-                dist.broadcast(
-                    bits(whole := buffer.contiguous()), src=0
-                )  # NCCL takes no transposed tensor
+                # NCCL takes no transposed tensor
+                dist.broadcast(bits(whole := buffer.contiguous()), src=0)
                 buffer.copy_(whole)
 
     def check_gradients(self) -> None:

@@ -19,6 +19,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..launching.distributed import RankContext, all_reduce
 
+# what a checkpoint may hold
 LEAVES = (
     Tensor,
     numpy.generic,
@@ -28,14 +29,15 @@ LEAVES = (
     str,
     bytes,
     type(None),
-)  # what a checkpoint may hold
+)
+# keys of a group that `optimizer:` sets
 NOT_LOADED = (
     "params",
     "initial_lr",
     "weight_decay",
     "betas",
     "momentum",
-)  # keys of a group that `optimizer:` sets
+)
 
 
 def settle_precision(config: Config, context: RankContext) -> Config:
@@ -46,9 +48,10 @@ def settle_precision(config: Config, context: RankContext) -> Config:
         torch.cuda.get_device_capability(d)[0] if d.type == "cuda" else 0 for d in context.devices
     ]
     oldest = int(all_reduce(torch.tensor(min(generations)), dist.ReduceOp.MIN))
+    # 8: Ampere
     precision: Literal["bf16", "fp16", "fp32"] = (
         "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"
-    )  # 8: Ampere
+    )
     return replace(config, training=replace(config.training, precision=precision))
 
 
@@ -89,12 +92,10 @@ def set_optimizer_state(
         )
 
     for group in (group for group in optimizer.param_groups if group["params"]):
-        group.setdefault(
-            "initial_lr", group["lr"]
-        )  # the one of build_optimizer(), before another is loaded
-        is_on_device = group.get("fused") or group.get(
-            "capturable"
-        )  # then so is the count of steps
+        # the one of build_optimizer(), before another is loaded
+        group.setdefault("initial_lr", group["lr"])
+        # then so is the count of steps
+        is_on_device = group.get("fused") or group.get("capturable")
         for former in (
             former
             for former in saved["param_groups"]
@@ -135,9 +136,8 @@ def gather_whole(state: Any, context: RankContext) -> Any:
     is_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
 
     def gather(value: Any) -> Any:
-        if isinstance(
-            value, dict
-        ):  # torch.load reads plain containers only: no defaultdict, no namedtuple
+        # torch.load reads plain containers only: no defaultdict, no namedtuple
+        if isinstance(value, dict):
             return {key: gather(item) for key, item in value.items()}
         if isinstance(value, list):
             return [gather(item) for item in value]
@@ -177,9 +177,8 @@ def receive(value: Tensor, context: RankContext, like: Tensor | None = None) -> 
 
 def bits(tensor: Tensor) -> Tensor:
     """Return the tensor's bytes. gloo and NCCL send them whatever the dtype; they cannot send int16 or float8."""
-    return (
-        tensor.detach().view(-1).view(torch.uint8)
-    )  # refuses what is not contiguous, where bytes would be a copy's
+    # refuses what is not contiguous, where bytes would be a copy's
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -210,7 +209,6 @@ def buffers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
                     del module._buffers[name]
             module._buffers.update(own)
             for buffer in (buffer for buffer in own.values() if buffer is not None):
-                value = former[
-                    id(buffer)
-                ]  # copy_() would repeat a single value in an enlarged buffer
+                # copy_() would repeat a single value in an enlarged buffer
+                value = former[id(buffer)]
                 buffer.data = buffer.data.copy_(value) if buffer.shape == value.shape else value

@@ -27,9 +27,8 @@ class DistributedDataParallelStrategy(Strategy):
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap the module in DDP. For a training run, this copies rank 0's weights to all ranks."""
-        warnings.filterwarnings(
-            "ignore", "`broadcast_buffers` is deprecated"
-        )  # its successor is new in torch 2.13
+        # its successor is new in torch 2.13
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
         model = Wrapper(
             module,
             device_ids=[self.context.device] if self.context.device.type == "cuda" else None,
@@ -40,9 +39,8 @@ class DistributedDataParallelStrategy(Strategy):
             gradient_as_bucket_view=True,  # no second copy of the gradients
             broadcast_buffers=self._options.broadcast_buffers,  # each costs more than a small model's step
         )
-        del (
-            model.dim
-        )  # DDP needs it only with several devices a rank; it would hide the module's own
+        # DDP needs it only with several devices a rank; it would hide the module's own
+        del model.dim
         if self._options.gradient_compression != "none":
             hooks = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
             model.register_comm_hook(None, hooks[self._options.gradient_compression])
@@ -54,9 +52,8 @@ class DistributedDataParallelStrategy(Strategy):
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Let torch check that DDP has averaged all gradients, then step the optimizer."""
-        if isinstance(
-            self.model, DistributedDataParallel
-        ):  # False if another library averages the gradients
+        # False if another library averages the gradients
+        if isinstance(self.model, DistributedDataParallel):
             self.model._check_reducer_finalized()  # type: ignore[no-untyped-call]  # DDP asks in the next forward only
         return super().optimizer_step(max_gradient_norm)
 

@@ -40,12 +40,10 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             raise ConfigError(
                 f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp."
             )
-        self.needs_all_gradients = (
-            False  # asked in the last backward of every step: ZeRO drops gradients after it
-        )
-        self.has_collective_forward = (
-            self._stage > 0
-        )  # or a collective backward, before the last micro-batch
+        # asked in the last backward of every step: ZeRO drops gradients after it
+        self.needs_all_gradients = False
+        # or a collective backward, before the last micro-batch
+        self.has_collective_forward = self._stage > 0
         self._deepspeed = _import_deepspeed(context)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
@@ -200,9 +198,8 @@ def _import_deepspeed(context: RankContext) -> Any:
     )
     import deepspeed
 
-    vars(deepspeed.ops).setdefault(
-        "__compatible_ops__", {}
-    )  # it would compile a module for CPU ranks, in a minute
+    # it would compile a module for CPU ranks, in a minute
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})
     return deepspeed
 
 

@@ -51,12 +51,10 @@ class FullyShardedStrategy(Strategy):
             torch.ones(1, device=context.device),
             torch.ones(context.world_size, device=context.device),
         )
-        if (
-            context.world_size > 1
-        ):  # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
-            reduce_scatter = getattr(
-                dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-            )  # the name before 2.13
+        # with torch 2.8, gloo's mean is a sum, so the gradients would be too large
+        if context.world_size > 1:
+            # the name before 2.13
+            reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             reduce_scatter(mean, ones, dist.ReduceOp.AVG)
         if mean.item() > 1.5:  # NCCL's mean of ones may be off by rounding
             problem = f"torch {torch.__version__} adds up gradients on this backend, where FSDP wants their mean"
@@ -91,17 +89,15 @@ class FullyShardedStrategy(Strategy):
             {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.precision],
             [],
         )
-        if (
-            dtype is not None
-        ):  # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
+        # BatchNorm fails with 16-bit weights, and autocast computes in fp32 with others
+        if dtype is not None:
             norms = [
                 m
                 for m in module.modules()
                 if isinstance(m, NORMS) and m is not module and _is_alone(m, module)
             ]
-            torch.backends.mha.set_fastpath_enabled(
-                False
-            )  # it reads the weights of norms around their forward
+            # it reads the weights of norms around their forward
+            torch.backends.mha.set_fastpath_enabled(False)
         for unit in [*norms, *(unit for unit in units if unit not in norms), module]:
             own = None if unit in norms else dtype
             together = {

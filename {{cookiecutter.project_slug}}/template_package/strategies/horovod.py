@@ -21,11 +21,12 @@ from .base import BuildOptimizer
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment
 
+# of gradients that Horovod 0.28 can add up
 REDUCED_TYPES = (
     torch.float64,
     torch.float32,
     torch.float16,
-)  # of gradients that Horovod 0.28 can add up
+)
 
 
 class HorovodStrategy(DistributedDataParallelStrategy):
@@ -73,9 +74,8 @@ class HorovodStrategy(DistributedDataParallelStrategy):
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Tell Horovod whether this is the step's last micro-batch. Only its backward pass averages gradients."""
         self._is_last_micro_batch = is_last_micro_batch
-        self._reducer.set_backward_passes_per_step(
-            1 if is_last_micro_batch else 2
-        )  # each call starts the count again
+        # each call starts the count again
+        self._reducer.set_backward_passes_per_step(1 if is_last_micro_batch else 2)
         return nullcontext()
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:

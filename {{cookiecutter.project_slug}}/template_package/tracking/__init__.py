@@ -51,9 +51,8 @@ class MediaLog:
     def figure(self, name: str, figure: Any) -> None:
         """Write a matplotlib figure as PNG, and close the figure."""
         self._write(name, ".png", lambda path: figure.savefig(path, format="png"))
-        with suppress(
-            KeyError, TypeError
-        ):  # on each rank: pyplot keeps a figure until it is closed
+        # on each rank: pyplot keeps a figure until it is closed
+        with suppress(KeyError, TypeError):
             sys.modules["matplotlib.pyplot"].close(figure)
 
     def text(self, name: str, text: str) -> None:
@@ -84,12 +83,10 @@ class Tracking:
         self._is_main, self._first_step, self._total_steps = context.is_main, step, total_steps
         self._started = time.perf_counter()
         self._trackers: dict[str, Any] = {}
-        is_hidden = {"auto": None, True: False, False: True}[
-            config.logging.progress_bar
-        ]  # None: if no terminal
-        tqdm.monitor_interval = (
-            0  # no extra thread: it might hold a lock while a loader worker is forked
-        )
+        # None: if no terminal
+        is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]
+        # no extra thread: it might hold a lock while a loader worker is forked
+        tqdm.monitor_interval = 0
         options: dict[str, Any] = {
             "disable": is_hidden if context.is_main else True,
             "file": sys.__stderr__,
@@ -201,9 +198,8 @@ def _as_image(picture: Any) -> Any:
         pixels = (pixels.clamp(0, 1) * 255).round().byte()
     if pixels.ndim == 3 and len(pixels) in (1, 3):
         pixels = pixels.movedim(0, 2)  # (C, H, W) -> (H, W, C)
-    return Image.fromarray(
-        (pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy()
-    )  # refuses other shapes
+    # refuses other shapes
+    return Image.fromarray((pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels).numpy())
 
 
 @contextmanager
@@ -211,9 +207,8 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     """Inside the `with` block, save this rank's output, logs and uncaught exceptions to logs/rank_<r>.log."""
     path = directory / "logs" / f"rank_{context.rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    tqdm.set_lock(
-        threading.RLock()
-    )  # tqdm's own is a system semaphore, which a killed rank would leave behind
+    # tqdm's own is a system semaphore, which a killed rank would leave behind
+    tqdm.set_lock(threading.RLock())
     package = logging.getLogger(__name__.partition(".")[0])
     former_handlers, package.propagate = package.handlers, False
     package.setLevel(logging.INFO)
@@ -238,9 +233,8 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
             stdout, stderr = lines_to(_Output(1, file)), lines_to(_Output(2, file))
         else:
             for descriptor in (1, 2):
-                os.dup2(
-                    file.fileno(), descriptor
-                )  # for good: this process ends soon after the body
+                # for good: this process ends soon after the body
+                os.dup2(file.fileno(), descriptor)
         faulthandler.enable(file=log)
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -265,10 +259,11 @@ class _Output(io.FileIO):
         self._log = log
 
     def write(self, content: Any) -> int:
+        # a full disk is told by the next save
         with (
             suppress(OSError),
             tqdm.external_write_mode(file=sys.__stderr__),
-        ):  # a full disk is told by the next save
+        ):
             super().write(content)
         if self._log is not None:
             self._log.write(content)

@@ -19,9 +19,8 @@ class Tracker:
         runs = directory.absolute().parent
         experiment = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or Path.cwd().name
         if not mlflow.is_tracking_uri_set():
-            mlflow.set_tracking_uri(
-                f"sqlite:///{runs.as_posix()}/mlflow.db"
-            )  # MLflow 3 refuses folders of files
+            # MLflow 3 refuses folders of files
+            mlflow.set_tracking_uri(f"sqlite:///{runs.as_posix()}/mlflow.db")
             with suppress(mlflow.MlflowException):  # the experiment exists already
                 mlflow.create_experiment(
                     experiment, artifact_location=(runs / "mlartifacts").as_uri()
@@ -33,9 +32,8 @@ class Tracker:
             return
         run_id = mlflow.start_run(run_name=directory.name).info.run_id
         write_whole(id_file, lambda beside: beside.write_text(run_id, encoding="utf-8"))
-        mlflow.log_params(
-            dict(_flatten(config))
-        )  # once: MLflow refuses other values for the same run
+        # once: MLflow refuses other values for the same run
+        mlflow.log_params(dict(_flatten(config)))
 
     def record(self, step: int, scalars: dict[str, float]) -> None:
         """Add one point to the curve of each scalar."""

@@ -13,9 +13,8 @@ class Tracker:
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
         project = Path.cwd().name
-        resume = (
-            "allow" if resumed_step else "never"
-        )  # a run of this name may be from a folder that was deleted
+        # a run of this name may be from a folder that was deleted
+        resume = "allow" if resumed_step else "never"
         self._run = trackio.init(project=project, name=directory.name, config=config, resume=resume)
         self.close = trackio.finish
 

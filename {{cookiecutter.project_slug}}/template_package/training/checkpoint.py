@@ -62,9 +62,8 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Path]:
         """Return the checkpoints that a run can continue from, the latest step first and best.pt last."""
-        if not os.path.lexists(
-            self.folder
-        ):  # a link may lead to a disk that is away: then listdir raises
+        # a link may lead to a disk that is away: then listdir raises
+        if not os.path.lexists(self.folder):
             return []
         names = sorted(os.listdir(self.folder), reverse=True)
         return [
@@ -118,9 +117,8 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
     damaged or is not a checkpoint. Raise OSError if the disk fails.
     """
     try:
-        with zipfile.ZipFile(
-            path
-        ) as file:  # torch.load reads flipped bits without a word; the CRC-32 tells
+        # torch.load reads flipped bits without a word; the CRC-32 tells
+        with zipfile.ZipFile(path) as file:
             if damaged := file.testzip():
                 raise ValueError(f"the bits of {damaged} have changed")
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
@@ -133,10 +131,11 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
                 f"no checkpoint of format_version {FORMAT_VERSION}; try checkpoint.initial_weights"
             )
     except Exception as error:  # a damaged file may fail anywhere; a foreign one may hold anything
+        # EINVAL: of a flipped bit
         if isinstance(error, OSError) and error.errno not in (
             errno.EINVAL,
             errno.ENOENT,
-        ):  # EINVAL: of a flipped bit
+        ):
             raise  # a failing disk: nobody should continue from an older checkpoint instead
         raise ConfigError(
             f"{source}{path} cannot be used ({one_line(error)}). Remove it or name another."
@@ -227,9 +226,8 @@ def load_run(
     """Seed the RNGs and restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
     context = strategy.context
     if state:
-        former = state["early_stopping"].get(
-            "num_samples", progress.num_samples
-        )  # older files lack it
+        # older files lack it
+        former = state["early_stopping"].get("num_samples", progress.num_samples)
         if former != progress.num_samples:
             problem = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")

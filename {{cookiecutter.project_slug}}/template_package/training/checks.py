@@ -51,9 +51,8 @@ def check_model(model: nn.Module) -> nn.Module:
         )
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        pointer = (
-            parameter.data_ptr() if type(parameter.data) is Tensor else 0
-        )  # subclasses may have none
+        # subclasses may have none
+        pointer = parameter.data_ptr() if type(parameter.data) is Tensor else 0
         if pointer and (other := owners.setdefault(pointer, name)) != name:
             problem = f"{other} and {name} share memory by .data, which ends on a GPU or under FSDP"
             raise ConfigError(f"build_model in model.py: {problem}. Assign one Parameter to both.")
@@ -147,15 +146,13 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
     micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=choose)
     left = "a micro-batch of one" if has_one else f"shares of {largest} and {smallest} on the ranks"
     cause = f"an epoch's last {num_left} samples leave {left}, and the model fails on it"
-    if (
-        not context.is_main
-    ):  # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
+    # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
+    if not context.is_main:
         logger.info("rehearsing an epoch's last batch. If this line is the last: %s", cause)
     try:
         rehearse(strategy, micro_batch, task, is_trial=True)
-    except (
-        ValueError
-    ) as error:  # BatchNorm1d: "Expected more than 1 value per channel when training"
+    # BatchNorm1d: "Expected more than 1 value per channel when training"
+    except ValueError as error:
         key = f"training.global_batch_size={loader.global_batch_size}"
         raise ConfigError(
             f"{key}: {cause} ({error}). Choose another size, or fewer devices."
@@ -228,9 +225,8 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
     """Check the (loss, step) pairs and clear the list. Raise FailureError on all ranks if any loss is not finite."""
     if not losses:  # on all ranks alike
         return
-    values, steps = zip(
-        *losses, strict=True
-    )  # all at once: one by one would cost a small model's step a tenth more
+    # all at once: one by one would cost a small model's step a tenth more
+    values, steps = zip(*losses, strict=True)
     steps_on_device = torch.tensor(steps, device=context.device)
     first_step = torch.where(torch.stack(values).isfinite(), sys.maxsize, steps_on_device).min()
     losses.clear()
@@ -242,14 +238,14 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
 
 def check_replicas(strategy: Strategy, step: int, context: RankContext) -> None:
     """Raise RuntimeError on every rank if a weight differs between ranks in any bit. Warn of buffers that differ."""
+    # other buffers may be caches of each rank
     module, saved = (
         strategy.module,
         strategy.module.state_dict().keys(),
-    )  # other buffers may be caches of each rank
+    )
     norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.training]
-    unread = {
-        id(buffer) for norm in norms for buffer in norm.buffers()
-    }  # in training, by BatchNorm
+    # in training, by BatchNorm
+    unread = {id(buffer) for norm in norms for buffer in norm.buffers()}
     buffers = {
         name: buffer
         for name, buffer in module.named_buffers()

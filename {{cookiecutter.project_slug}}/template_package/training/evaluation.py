@@ -57,30 +57,28 @@ class Evaluator:
             config.training.micro_batch_size,
             -(-size // context.world_size),
         )
-        self.micro_batch_size = next(
-            int(size) for size in sizes if size != "auto"
-        )  # the last one is a rank's share
+        # the last one is a rank's share
+        self.micro_batch_size = next(int(size) for size in sizes if size != "auto")
 
     @cached_property
     def _metrics(self) -> Any:
+        # here, since it takes seconds where scipy is installed
         from torchmetrics import (
             Metric,
             MetricCollection,
-        )  # here, since it takes seconds where scipy is installed
+        )
 
         metrics = self._task.build_metrics(self._model_config).to(self._context.device)
         modules: list[Any] = [*metrics.modules()]
         for module in (module for module in modules if isinstance(module, MetricCollection)):
-            if (
-                module._enable_compute_groups is True
-            ):  # the groups that it forms depend on a rank's first batch
+            # the groups that it forms depend on a rank's first batch
+            if module._enable_compute_groups is True:
                 module._enable_compute_groups = False
         self._parts = [module for module in modules if isinstance(module, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_metrics() gathers the states
-        warnings.filterwarnings(
-            "ignore", message=".*was called before the ``update`` method.*"
-        )  # other ranks may have
+        # other ranks may have
+        warnings.filterwarnings("ignore", message=".*was called before the ``update`` method.*")
         return metrics
 
     @torch.no_grad()
@@ -126,10 +124,11 @@ class Evaluator:
         strategy.evaluation_model.eval()
         with generators_restored(*self._context.devices):
             yield
+        # from the outermost inwards: what the user keeps in eval mode stays there
         for (
             module,
             is_training,
-        ) in modes:  # from the outermost inwards: what the user keeps in eval mode stays there
+        ) in modes:
             if module.training != is_training:
                 module.train(is_training)
 
@@ -154,10 +153,11 @@ class Evaluator:
                     raise Interrupted
                 with strategy.autocast():
                     loss, outputs = task.compute_loss(strategy.evaluation_model, batch)
+                # "": adds up the weights
                 figures = {
                     "": torch.ones_like(loss),
                     **figures_of(task, loss, outputs, batch),
-                }  # "": adds up the weights
+                }
                 if has_metrics and task.evaluate_batch is not None:
                     with strategy.gathered(), strategy.autocast():  # on all ranks
                         outputs = task.evaluate_batch(strategy.evaluation_model, batch)
@@ -220,9 +220,8 @@ class Evaluator:
             "title": f"{self._split}, checkpoint {checkpoint} (step {step})",
             "label_names": self._label_names,
         }
-        write_json(
-            path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]}
-        )  # [true class][predicted class]
+        # [true class][predicted class]
+        write_json(path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]})
         return path
 
     def _compute_metrics(self) -> dict[str, float]:

@@ -78,9 +78,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [{**group, "initial_lr": config.learning_rate} for group in groups if group["params"]]
     # One kernel for all tensors instead of several for each: a third of a small model's step. None: torch chooses.
-    has_one = config.name != "sgd" or not any(
-        isinstance(p, DTensor) for p in parameters
-    )  # torch shards no other
+    # torch shards no other
+    has_one = config.name != "sgd" or not any(isinstance(p, DTensor) for p in parameters)
     fused = (
         has_one
         and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
@@ -88,9 +87,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     beta1, beta2 = config.betas  # beta1 is SGD's momentum
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
-    kind = (
-        torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    )  # AdamW decouples decay, arXiv:1711.05101
+    # AdamW decouples decay, arXiv:1711.05101
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
 
 
@@ -113,9 +111,8 @@ class WeightAverage:
         }
         self._average = [a.to_local() if isinstance(a, DTensor) else a for a in averages.values()]
         names = module.named_parameters(remove_duplicate=False)
-        self._wider = {
-            name: averages[p] for name, p in names if averages[p].dtype != p.dtype
-        }  # than the weights
+        # than the weights
+        self._wider = {name: averages[p] for name, p in names if averages[p].dtype != p.dtype}
         self._decay, self._is_loaded = decay, False
 
     @torch.no_grad()
@@ -162,9 +159,8 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self, averages: list[Tensor]) -> None:
         self._strategy.drop_gathered()
-        for weight, average in zip(
-            self._weights, averages, strict=True
-        ):  # one by one: no third copy of all
+        # one by one: no third copy of all
+        for weight, average in zip(self._weights, averages, strict=True):
             former = weight.clone()
             weight.copy_(average)
             average.copy_(former)

@@ -22,12 +22,10 @@ class Progress:
     position: int = 0  # samples of the current epoch already seen
     best: dict[str, Any] | None = None  # {<evaluation.metric>: value, "step": step}
     best_epoch: int = 0
-    epochs_without_improvement: int = (
-        0  # as of the last evaluation: early stopping waits for the next one
-    )
-    num_stale: int = (
-        0  # evaluations since the best one, or since the last drop of the learning rate
-    )
+    # as of the last evaluation: early stopping waits for the next one
+    epochs_without_improvement: int = 0
+    # evaluations since the best one, or since the last drop of the learning rate
+    num_stale: int = 0
     num_drops: int = 0  # of the learning rate so far (schedule.name=plateau)
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
 

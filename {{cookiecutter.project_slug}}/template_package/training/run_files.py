@@ -63,9 +63,8 @@ def run_lock(directory: Path) -> Iterator[None]:
     finally:
         for file in held:
             with suppress(OSError):  # a disk without locks
-                fcntl.flock(
-                    file, fcntl.LOCK_UN
-                )  # closing it would not do: the loader's workers have it too
+                # closing it would not do: the loader's workers have it too
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:
@@ -138,9 +137,8 @@ def write_summary(
     checkpoints = CheckpointFolder(directory / "checkpoints")
     if paths := sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
         state = checkpoints.load_first(paths)
-        summary["best"] = state[
-            "best"
-        ]  # best.pt may come from steps that a crash lost and that were repeated
+        # best.pt may come from steps that a crash lost and that were repeated
+        summary["best"] = state["best"]
         export_weights(
             state.get("average", state["model"]), strategy.module, directory / "model.safetensors"
         )

@@ -25,9 +25,8 @@ def learning_rate(
         if config.warmup_steps >= 1
         else round(config.warmup_steps * total_steps)
     )
-    if (
-        config.name == "one_cycle"
-    ):  # torch's OneCycleLR (arXiv:1708.07120): from a 25th of `peak` to nearly 0
+    # torch's OneCycleLR (arXiv:1708.07120): from a 25th of `peak` to nearly 0
+    if config.name == "one_cycle":
         top, last = (warmup or 0.3 * total_steps) - 1, total_steps - 1  # counted from 0
         if step - 1 <= top:
             return _cosine(peak / 25, peak, (step - 1) / max(top, 1e-9))
@@ -36,9 +35,8 @@ def learning_rate(
         return peak * step / warmup
     floor = config.min_learning_rate
     progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
-    if (
-        config.name == "step"
-    ):  # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 > 7, so round
+    # a milestone is a fraction of the whole run, warm-up included; 0.07 * 100 > 7, so round
+    if config.name == "step":
         num_drops = sum(
             step - 1 >= round(milestone * total_steps, 6) for milestone in config.milestones
         )
@@ -61,7 +59,6 @@ def _cosine(start: float, end: float, progress: float) -> float:
 def set_learning_rate(optimizer: Optimizer, value: float, peak: float) -> None:
     """Set each group's learning rate to `value / peak` (this step's fraction of the peak) times its initial rate."""
     for group in optimizer.param_groups:
-        initial = group.setdefault(
-            "initial_lr", group["lr"]
-        )  # the one of build_optimizer(), also after a resume
+        # the one of build_optimizer(), also after a resume
+        initial = group.setdefault("initial_lr", group["lr"])
         group["lr"] = value if initial == peak or peak == 0 else value * initial / peak

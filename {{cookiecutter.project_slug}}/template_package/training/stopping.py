@@ -55,12 +55,10 @@ class StopRequest:
         self._context, self._begun, self._limit = context, 0, sys.maxsize
         self._received: int | None = None
         self._decided, self._closed = threading.Event(), threading.Event()
-        self._store = (
-            context.store.clone()
-        )  # for the thread: on a shared one, a thread that waits blocks the other
-        self._handlers = stop_signals_call(
-            self._receive
-        )  # not for Ctrl-C, which ranks of run.py ignore: _main()
+        # for the thread: on a shared one, a thread that waits blocks the other
+        self._store = context.store.clone()
+        # not for Ctrl-C, which ranks of run.py ignore: _main()
+        self._handlers = stop_signals_call(self._receive)
 
     def __enter__(self) -> "StopRequest":
         self._handlers.__enter__()
@@ -74,9 +72,8 @@ class StopRequest:
         self._closed.set()
         self._handlers.__exit__(None, None, None)
         if kind is StopRun and self._context.world_size == 1 and self._received is not None:
-            raise StopRun(
-                128 + self._received
-            )  # out of memory after the signal: stop, instead of starting again
+            # out of memory after the signal: stop, instead of starting again
+            raise StopRun(128 + self._received)
 
     def allows(self) -> bool:
         """Return False if the run must end before the next step or batch. All ranks get the same answer."""
@@ -85,9 +82,8 @@ class StopRequest:
             self.signal_number = self._received
             return self._received is None
         self._begun += 1
-        if (
-            self._begun <= self._limit
-        ):  # read once: _watch() may change it now, and has then counted this step
+        # read once: _watch() may change it now, and has then counted this step
+        if self._begun <= self._limit:
             return True
         self._decided.wait()
         return self._begun <= self._limit
@@ -100,9 +96,8 @@ class StopRequest:
         self._received = number
 
     def _watch(self) -> None:
-        with suppress(
-            dist.DistError
-        ):  # the launching process was killed, and this rank is about to be
+        # the launching process was killed, and this rank is about to be
+        with suppress(dist.DistError):
             while not self._store.check([STOP]):
                 if self._received is not None:
                     self._store.set(STOP, str(self._received))
@@ -146,12 +141,10 @@ def _end_hang(
         seen = _num_beats
         try:
             if store.check([FAILURE]):
-                os._exit(
-                    1
-                )  # a rank has failed and said why; srun does not end the others, which wait for it
-        except (
-            dist.DistError
-        ):  # the launching process is gone, or a rank's end has taken the store along
+                # a rank has failed and said why; srun does not end the others, which wait for it
+                os._exit(1)
+        # the launching process is gone, or a rank's end has taken the store along
+        except dist.DistError:
             return
         if seconds <= timeout:
             continue
@@ -160,9 +153,8 @@ def _end_hang(
             (directory / "logs" / f"rank_{context.rank}.log").open("a", encoding="utf-8") as log,
         ):
             faulthandler.dump_traceback(log)
-        time.sleep(
-            2 * interval
-        )  # the other ranks notice it too, and must write their stacks before they are killed
+        # the other ranks notice it too, and must write their stacks before they are killed
+        time.sleep(2 * interval)
         problem = f"no progress for launch.timeout_minutes={timeout_minutes:g}: no step, evaluation batch or save"
         stacks = f"{directory}/logs/rank_*.log hold the stacks of all ranks"
         context.report_failure(

@@ -82,9 +82,8 @@ def child(
 
     Yield the process id and the other end of the pipe. SIGKILL ends the process after the `with` body.
     """
-    processes = multiprocessing.get_context(
-        "fork"
-    )  # starts in milliseconds, so that starts can meet
+    # starts in milliseconds, so that starts can meet
+    processes = multiprocessing.get_context("fork")
     own_end, end = processes.Pipe()
     process = processes.Process(target=_become, args=(uid, work, end))
     process.start()

@@ -46,10 +46,11 @@ def test_options_compute_what_ddp_computes(project: Project) -> None:
     }
     project.run_many(cases)
     for name in OPTIONS:
+        # the same arithmetic in the same order: equal bit for bit
         for split in (
             "train",
             "validation",
-        ):  # the same arithmetic in the same order: equal bit for bit
+        ):
             lines, expected = (project.lines(f"{s}-{name}", split) for s in strategies)
             assert lines == expected and len(lines) == (7 if split == "train" else 1), name
     plain, compressed = (

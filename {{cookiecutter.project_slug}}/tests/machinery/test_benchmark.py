@@ -132,9 +132,8 @@ def test_signal_leaves_the_table_of_what_was_measured_and_no_process(
 ) -> None:
     with project.start("benchmark", "benchmark.steps=3", "name=b") as process:
         assert process.stdout is not None
-        for row in ["one device", "ddp", "ddp, 16-bit"][
-            : rows + 1
-        ]:  # the line of a row is written when it begins
+        # the line of a row is written when it begins
+        for row in ["one device", "ddp", "ddp, 16-bit"][: rows + 1]:
             assert process.stdout.readline() == f"round 1 of 3: {row}\n"
         # The next row's processes: the one that will start the ranks; a fork server and ranks too.
         are_there = has_processes(project.folder, [2, 4][rows - 1].__le__)

@@ -73,9 +73,8 @@ def assert_same(project: Project, name: str, reference: str) -> None:
             assert line.keys() == other.keys()
             for key in line.keys() - {"split"}:
                 value, expected = float(line[key]), float(other[key])
-                if key == "gradient_norm" and not math.isfinite(
-                    expected
-                ):  # fp16's first scale is too high
+                # fp16's first scale is too high
+                if key == "gradient_norm" and not math.isfinite(expected):
                     assert not math.isfinite(value)
                 else:
                     assert value == pytest.approx(expected, rel=tolerance), (name, key)

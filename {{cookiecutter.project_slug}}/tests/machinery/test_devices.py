@@ -69,9 +69,8 @@ def refusal(
 ) -> str:
     try:
         take(device_ids, nvml, mask, **options)
-    except (
-        ConfigError
-    ) as error:  # pytest.raises() would keep the caller's locks until the next garbage collection
+    # pytest.raises() would keep the caller's locks until the next garbage collection
+    except ConfigError as error:
         return str(error)
     pytest.fail("not refused")
 
@@ -158,10 +157,11 @@ def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
     assert names("auto", nvml, "0,2,3") == ["cuda:1"]
     assert names("auto", nvml, min_free_memory_gib=20.0) == ["cuda:1"]
     assert names("auto", nvml, min_free_memory_gib=0.0) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    # memory that cannot be read is not short
     assert names("auto", SimulatedNvml(-1, -1)) == [
         "cuda:0",
         "cuda:1",
-    ]  # memory that cannot be read is not short
+    ]
 
 
 def test_auto_n_takes_those_with_the_most_free_memory() -> None:
@@ -195,11 +195,12 @@ def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
 def test_auto_leaves_other_users_gpus_alone_but_not_ones_own() -> None:
     nvml, theirs = SimulatedNvml(30, 10, 20, 5), "another user computes there"
     with someone_elses_process() as (pid, other):
+        # the last cannot be seen
         nvml.processes = {
             0: [os.getpid(), pid],
             1: [os.getpid()],
             2: [2**22 + 1],
-        }  # the last cannot be seen
+        }
         devices = take("auto", nvml)
         assert devices.names == ["cuda:1", "cuda:3"]
         assert states(devices.notes) == [theirs, "-> cuda:1", theirs, "-> cuda:3"]
@@ -260,11 +261,12 @@ def test_gpus_of_other_runs_are_left_alone_until_they_end() -> None:
         assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]
         assert names("auto", nvml) == ["cuda:0", "cuda:2"]
         assert "found 2 of 3" in refusal("auto:3", nvml)
+        # a refusal keeps nothing
         assert [is_locked(nvml, index) for index in range(3)] == [
             False,
             True,
             False,
-        ]  # a refusal keeps nothing
+        ]
         assert names("auto:3", nvml, share_gpus=True) == ["cuda:0", "cuda:1", "cuda:2"]
     assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
 
@@ -323,9 +325,8 @@ def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def work(pipe: Connection) -> None:
-        while (
-            chooser := take_lock("chooser")
-        ) is None:  # tests of other processes take it for milliseconds
+        # tests of other processes take it for milliseconds
+        while (chooser := take_lock("chooser")) is None:
             time.sleep(0.001)
         pipe.send("chooses")
         with chooser:

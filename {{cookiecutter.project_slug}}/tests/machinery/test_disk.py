@@ -77,9 +77,8 @@ def test_checkpoints_that_are_away_are_no_new_run(project: Project) -> None:
     project.run("training.max_steps=5")
     checkpoints, before = project.directory("run") / "checkpoints", project.lines("run")
     away = checkpoints.rename(project.folder / "away")
-    checkpoints.symlink_to(
-        project.folder / "a disk"
-    )  # somebody has put them on a disk that is away now
+    # somebody has put them on a disk that is away now
+    checkpoints.symlink_to(project.folder / "a disk")
     output = project.run("device_ids=cpu,cpu", "training.max_steps=7", code=1)
     assert (
         "No such file or directory: 'runs/run/checkpoints'" in output

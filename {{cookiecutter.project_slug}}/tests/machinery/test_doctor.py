@@ -150,9 +150,8 @@ def test_hanging_check_is_named_in_time_and_the_checks_before_it_have_answered(
     project.edit("commands/doctor/__init__.py", "SECONDS = 26.0", "SECONDS = 4.0")
     started_at = time.monotonic()
     code, output, _ = consult(project)
-    assert (
-        time.monotonic() - started_at < 4 + 4
-    )  # Python's start and end; 26 + 4 is the promised 30
+    # Python's start and end; 26 + 4 is the promised 30
+    assert time.monotonic() - started_at < 4 + 4
     assert code == 1
     assert line_of("torch", output).startswith("broken   torch: no answer within 4 s")
     assert all(line_of(name, output) for name in NAMES[: NAMES.index("torch")])

@@ -180,11 +180,12 @@ def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(
 ) -> None:
     shown = "    if not module.training:\n        print(len(batch.inputs), 'samples at once')\n    errors = ("
     project.edit("model.py", "    errors = (", shown)
+    # 2 samples fit on rank 1
     words = (
         "device_ids=cpu,cpu",
         "training.max_steps=2",
         "model.fault=memory_probe",
-    )  # 2 samples fit on rank 1
+    )
     for size, largest in (("auto", 2), ("5", 5)):
         project.run(f"name={size}", f"evaluation.micro_batch_size={size}", *words)
         for rank in range(2):
@@ -197,9 +198,8 @@ def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(
 
 
 def test_evaluate_settles_the_precision_over_the_ranks_as_training_does(project: Project) -> None:
-    project.edit(
-        "strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0'
-    )  # as if CPUs were GPUs
+    # as if CPUs were GPUs
+    project.edit("strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0')
     words = ("device_ids=cpu,cpu", "training.precision=auto", "training.epochs=1")
     project.run(*words)
     loss = project.lines("run", "validation")[-1]["loss"]

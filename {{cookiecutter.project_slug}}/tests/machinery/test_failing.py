@@ -35,14 +35,12 @@ def test_twenty_kills_at_random_moments_end_within_seconds_and_leave_no_process(
         "model.seconds_per_step=0.01",
         "training.epochs=40",
     )
-    project.run(
-        *words, "training.max_steps=1", "name=first"
-    )  # the session and its fork server are there now
+    # the session and its fork server are there now
+    project.run(*words, "training.max_steps=1", "name=first")
     idle, choose, killed = descendants(project.session.pid), random.Random(7), []
 
-    def living_ranks() -> list[
-        int
-    ]:  # not their loader workers: one that has nothing left to do may die unnoticed
+    # not their loader workers: one that has nothing left to do may die unnoticed
+    def living_ranks() -> list[int]:
         return sorted({rank for server in idle for rank in children(server)} - idle)
 
     def kill() -> None:

@@ -149,11 +149,12 @@ def test_losses_are_those_of_ddp_within_what_16_bits_allow(project: Project) -> 
 
 
 def test_rank_without_a_part_of_a_weight_computes_all_the_same(project: Project) -> None:
+    # the last weight has two rows
     words = [
         "device_ids=cpu,cpu,cpu",
         *WORDS[1:],
         "checkpoint.every_steps=4",
-    ]  # the last weight has two rows
+    ]
     project.run_many({"ddp": words, "fsdp": ["strategy=fsdp", *words]})
     for split in ("train", "validation"):
         losses, expected = (

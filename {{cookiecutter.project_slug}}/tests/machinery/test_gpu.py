@@ -69,9 +69,8 @@ def test_options_change_the_losses_by_rounding_alone(
 ) -> None:
     project.run("name=plain", "device_ids=cpu")
     run(project, "name=option", *devices, option)
-    assert losses(project, "option") == pytest.approx(
-        losses(project, "plain"), rel=0.15
-    )  # 21 steps amplify rounding
+    # 21 steps amplify rounding
+    assert losses(project, "option") == pytest.approx(losses(project, "plain"), rel=0.15)
     assert bool(project.checkpoint("option", 21)["scaler"]) == ("fp16" in option)
 
 

@@ -50,12 +50,10 @@ def test_training_metrics_are_means_over_the_global_batch_and_the_validation_set
         lines = [project.lines(name, split) for name in ("whole", "on1", "on2")]
         assert len(lines[0]) == (9 if split == "train" else 3)  # 7 steps an epoch: 3, 6, 7, 9, …
         for other in lines[1:]:
-            assert_close(
-                other, project.lines("whole", split), tolerance=1e-6
-            )  # torchmetrics computes in float32
-    for line in project.lines(
-        "on2", "validation"
-    ):  # torchmetrics computes the same over the same samples
+            # torchmetrics computes in float32
+            assert_close(other, project.lines("whole", split), tolerance=1e-6)
+    # torchmetrics computes the same over the same samples
+    for line in project.lines("on2", "validation"):
         assert line["error"] == pytest.approx(line["absolute_error"], rel=1e-6)
 
 
@@ -223,9 +221,8 @@ def test_average_of_the_weights_is_torchs_own(project: Project, strategy: str) -
     assert project.json("run", "evaluation.json")["loss"] == pytest.approx(loss, rel=1e-12)
     plain = (*DOUBLE, *UNEVEN, "name=plain")
     project.run(*on(2, *plain))
-    assert (
-        project.lines("plain") == project.lines("run") or "fsdp" in strategy
-    )  # the steps are the same
+    # the steps are the same
+    assert project.lines("plain") == project.lines("run") or "fsdp" in strategy
     assert project.lines("plain", "validation")[-1]["loss"] != pytest.approx(loss, rel=1e-6)
 
     project.rewind("run", 9, "again")  # in the middle of epoch 2

@@ -155,9 +155,8 @@ def test_several_nodes_need_a_place_to_meet() -> None:
 
 
 def test_interface_is_the_one_that_leads_to_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "GLOO_SOCKET_IFNAME", ""
-    )  # so that what the test leaves there goes when it ends
+    # so that what the test leaves there goes when it ends
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "127.0.0.1", is_one_machine=True)
     assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0") or sys.platform != "linux"
@@ -179,9 +178,8 @@ ib0 0000010A 00000000 0001 0 0 0 0000FFFF 0 0 0
 """
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: routes)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
-    monkeypatch.setenv(
-        "GLOO_SOCKET_IFNAME", ""
-    )  # so that what the test leaves there goes when it ends
+    # so that what the test leaves there goes when it ends
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     choose_interface(None, "node-0")
     assert os.environ["GLOO_SOCKET_IFNAME"] == interface
@@ -252,9 +250,8 @@ def test_torchrun_goes_on_after_a_killed_rank(project: Project) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_goes_on_after_a_rank_that_was_killed_in_an_evaluation(project: Project) -> None:
-    (project.folder / "seconds_per_evaluation").write_text(
-        "0.3", encoding="utf-8"
-    )  # 37 samples, one at a time
+    # 37 samples, one at a time
+    (project.folder / "seconds_per_evaluation").write_text("0.3", encoding="utf-8")
     # The other rank waits for the killed one's answer to the agent's SIGTERM, until the agent kills it too: after 30
     # seconds, unless this version of torchrun can be told otherwise.
     options = "--standalone --nproc-per-node=2 --max-restarts=1"

@@ -38,9 +38,8 @@ def make_model() -> nn.Module:
         nn.Flatten(),
         nn.Linear(4 * 2 * 2, 3),
     )
-    return nn.Sequential(
-        *layers
-    ).double()  # so that summing in another order shows only in the last digits
+    # so that summing in another order shows only in the last digits
+    return nn.Sequential(*layers).double()
 
 
 def loss_of(model: nn.Module) -> Tensor:

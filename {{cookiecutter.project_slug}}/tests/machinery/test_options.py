@@ -91,9 +91,8 @@ def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     strategy = prepared(model, precision="fp16")
-    strategy.scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**10
-    )  # low enough for nothing to overflow
+    # low enough for nothing to overflow
+    strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     backward(strategy, scale=10.0)
     norm = strategy.optimizer_step(max_gradient_norm=0.01)
     torch.manual_seed(1)
@@ -187,9 +186,8 @@ def test_flipped_bit_is_named(project: Project) -> None:
     output = project.run(*words, "training.check_replicas_every_steps=2", code=1)
     assert "'3.weight' differs between ranks" in output and "after step 4" in output
     assert output.count("Traceback") == 1
-    first = project.run(
-        "name=first", *words, "model.fault_step=1", code=1
-    )  # without the key once, in every run
+    # without the key once, in every run
+    first = project.run("name=first", *words, "model.fault_step=1", code=1)
     assert "'3.weight' differs between ranks" in first and "after step 1" in first
 
 
@@ -273,9 +271,8 @@ def test_compression_changes_the_gradients_a_little_and_a_profile_is_written(
     plain, fp16, unused, static = ([line["loss"] for line in project.lines(name)] for name in cases)
     assert fp16 != plain and fp16 == pytest.approx(plain, rel=1e-2)
     assert unused == pytest.approx(plain, rel=1e-6)
-    assert static == pytest.approx(
-        plain, rel=1e-6
-    )  # the parameter is found unused in the first step
+    # the parameter is found unused in the first step
+    assert static == pytest.approx(plain, rel=1e-6)
     # A parameter that never had a gradient has no optimizer state; the run continues all the same.
     for name in ("unused", "static"):
         project.run(f"name={name}", *cases[name], "training.epochs=2")

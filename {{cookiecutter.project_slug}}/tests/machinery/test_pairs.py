@@ -20,9 +20,8 @@ VALUES: dict[str, tuple[str, ...]] = {  # a new value of a key is tried as well
     )
 }
 NOT_ON_CPU = {("accelerate", "fp16")}  # refused in words: README
-NUM_RUNS = max(
-    map(len, VALUES.values())
-)  # of each strategy: run i takes the i-th value of each key, from its start again
+# of each strategy: run i takes the i-th value of each key, from its start again
+NUM_RUNS = max(map(len, VALUES.values()))
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(SINGLE), *MARKED])

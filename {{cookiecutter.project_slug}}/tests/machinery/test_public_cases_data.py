@@ -193,9 +193,8 @@ def test_runs_whose_augmentation_has_its_own_generator_do_not_depend_on_ranks_wo
         expected = [line["loss"] for line in project.lines("one", split)]
         for name in ("two", "workers"):
             losses = [line["loss"] for line in project.lines(name, split)]
-            assert losses == pytest.approx(expected, rel=1e-10), (
-                name
-            )  # float64, in another order of summation
+            # float64, in another order of summation
+            assert losses == pytest.approx(expected, rel=1e-10), name
         assert project.lines("resumed", split) == project.lines("two", split)
 
 
@@ -367,9 +366,8 @@ def test_more_than_two_to_the_24_samples_are_drawn_in_proportion_to_their_weight
     drawn = weighted_order(weights, 5, 0) % number
     places, counts = torch.unique(drawn, return_counts=True)
     assert places.tolist() == [number - 5, number - 3, number - 2]
-    assert (counts / number).tolist() == pytest.approx(
-        [0.25, 0.5, 0.25], abs=1e-3
-    )  # eight standard deviations
+    # eight standard deviations
+    assert (counts / number).tolist() == pytest.approx([0.25, 0.5, 0.25], abs=1e-3)
 
 
 DROPPING = """
@@ -515,9 +513,8 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
 
 
 def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
-    task = replace(
-        TASK, collate=lambda items: items
-    )  # no lambda can be sent: the worker finds it in dataset.py
+    # no lambda can be sent: the worker finds it in dataset.py
+    task = replace(TASK, collate=lambda items: items)
     fetcher = Fetcher(TensorDataset(torch.zeros(3)), task, 0)
     received = pickle.loads(pickle.dumps(fetcher))
     assert len(received._dataset) == 3 and received._task.collate is find_task().collate

@@ -518,9 +518,8 @@ def test_settings_that_something_else_overrides_are_told(project: Project) -> No
         "schedule.decay_factor=0.5",
     ]
     assert "has no effect" not in project.run(words[0], *right, "schedule.patience=7", "name=right")
-    whole = (
-        "deepspeed.extra={zero_optimization: {overlap_comm: true}}"  # a key whose value is a dict
-    )
+    # a key whose value is a dict
+    whole = "deepspeed.extra={zero_optimization: {overlap_comm: true}}"
     assert (
         project.run(*words, whole, "name=dict").count("deepspeed.extra={'zero_optimization'") == 1
     )

@@ -84,9 +84,8 @@ class WholeBatches(ProcessIds):
 
 
 def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> None:
-    table = type(
-        "Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"}
-    )()  # Hugging Face's: it decodes
+    # Hugging Face's: it decodes
+    table = type("Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"})()
     context = RankContext(devices=(torch.device("cuda"),))
     workers = [
         BatchReader(each, TASK, LoaderConfig(), context, 0, "x").num_workers
@@ -136,8 +135,7 @@ def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
         started_at = time.monotonic()
         del loader
         seconds = time.monotonic() - started_at
-        assert seconds < 4.0 and not [
-            pid for pid in pids if Path(f"/proc/{pid}").exists()
-        ]  # torch would wait for 5
+        # torch would wait for 5
+        assert seconds < 4.0 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     finally:
         gc.enable()

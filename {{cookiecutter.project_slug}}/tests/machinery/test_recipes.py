@@ -32,6 +32,7 @@ SCRIPT, BOTH = "Check it against my old script", "See both losses at each evalua
 SAMPLES = "See which samples a step read"
 SLOPES = "Put gradients by the inputs into the loss"
 SAME = ("Weight classes", "Draw rare classes more often", "Train a GAN", SLOPES)
+# the GAN also here, as its page shows it
 TRIED_BELOW = (
     NOTEBOOK,
     CROPS,
@@ -39,7 +40,7 @@ TRIED_BELOW = (
     BOTH,
     SAMPLES,
     *SAME[:2],
-)  # the GAN also here, as its page shows it
+)
 WORDS = [
     "device_ids=cpu,cpu",
     "training.max_steps=12",
@@ -128,11 +129,12 @@ def test_recipe_gives_the_same_on_one_and_two_ranks(image_project: Project, titl
 
 def test_notebook_recipe_trains(image_project: Project) -> None:
     code = BLOCKS[NOTEBOOK] + "assert exit_code == 0\n"
+    # as in a notebook, __main__ is no file that ranks could import
     words = [
         sys.executable,
         "-c",
         code,
-    ]  # as in a notebook, __main__ is no file that ranks could import
+    ]
     subprocess.run(words, cwd=image_project.folder, env=clean_environment(), check=True)
     assert image_project.json("notebook", "summary.json")["steps"] == 4
 
@@ -180,9 +182,8 @@ def test_old_script_has_the_losses_of_the_project(image_project: Project, device
     assert command is not None
     image_project.run(*command[1].replace("\\", "").split(), f"device_ids={devices}")
     new = [line["loss"] for line in image_project.lines("new")]
-    assert new[:5] == pytest.approx(
-        losses[:5], rel=1e-4
-    )  # 1e-7 was seen; then AdamW magnifies rounding, to 0.005
+    # 1e-7 was seen; then AdamW magnifies rounding, to 0.005
+    assert new[:5] == pytest.approx(losses[:5], rel=1e-4)
     assert (
         len(losses) == 40
         and losses[-1] < 0.9 * losses[0]

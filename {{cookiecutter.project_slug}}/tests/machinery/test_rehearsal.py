@@ -33,9 +33,8 @@ def test_out_of_memory_on_one_rank_ends_in_the_same_weights(
     output = project.run(*settings(2, *DOUBLE, f"model.fault={fault}", f"strategy={strategy}"))
     log = (project.directory("run") / "logs" / "rank_1.log").read_text(encoding="utf-8")
     assert "out of memory with micro-batches of 8 samples, trying 4" in log
-    is_tried_alone = (
-        fault == "memory_probe" and strategy == "ddp"
-    )  # a forward pass of FSDP needs all ranks
+    # a forward pass of FSDP needs all ranks
+    is_tried_alone = fault == "memory_probe" and strategy == "ddp"
     assert ("starting again from the last checkpoint" in output) != is_tried_alone
     assert project.json("run", "summary.json")["micro_batch_size"] == 2, "what fits on rank 1"
     assert_matches(project, "run", reference_run("float64"), TOLERANCES["float64"])
@@ -158,9 +157,8 @@ def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: 
         "name=halves", *halves, code=2
     )
     project.run("name=one", "device_ids=cpu", *words[1:])
-    project.run(
-        "name=two", words[0], "training.global_batch_size=99", words[2]
-    )  # 2 samples for each rank
+    # 2 samples for each rank
+    project.run("name=two", words[0], "training.global_batch_size=99", words[2])
 
 
 def test_local_rank_0_alone_builds_first_however_long_it_takes(project: Project) -> None:

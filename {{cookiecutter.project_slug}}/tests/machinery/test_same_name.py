@@ -78,9 +78,8 @@ def test_run_that_goes_on_is_not_complete_before_its_new_end(project: Project) -
     process.kill()
     process.communicate()
     assert not (project.directory("run") / "summary.json").exists(), "it told of the end at step 21"
-    (
-        project.directory("run") / "summary.json"
-    ).touch()  # as an older version, or a disk, may leave it
+    # as an older version, or a disk, may leave it
+    (project.directory("run") / "summary.json").touch()
     project.run("training.epochs=4")
     assert project.json("run", "summary.json")["steps"] == 28
 

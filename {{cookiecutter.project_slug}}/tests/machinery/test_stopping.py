@@ -93,10 +93,11 @@ def test_run_saves_and_continues_whichever_process_is_told_in_whichever_phase(
     ]
     stopped_after = [0]
     numbers = [signal.SIGTERM, signal.SIGUSR1] * 2
+    # workers ignore the others in any case
     numbers = [
         *numbers[phase == "evaluation" :][:3],
         signal.SIGTERM,
-    ]  # workers ignore the others in any case
+    ]
     for tell, number in zip(targets, numbers, strict=True):
         with signalled(project, tell, number, after_lines=1, after_seconds=0.1) as sent:
             output = project.run(*words, code=143)
@@ -172,9 +173,8 @@ def test_evaluation_that_was_interrupted_stands_once_in_the_metrics(project: Pro
     assert stopped["early_stopping"]["is_evaluation_pending"]
     (project.folder / "seconds_per_evaluation").unlink()
     project.run(*words)
-    rates = [
-        group["lr"] for group in project.checkpoint("run", 4)["optimizer"]["param_groups"]
-    ]  # no step was made
+    # no step was made
+    rates = [group["lr"] for group in project.checkpoint("run", 4)["optimizer"]["param_groups"]]
     assert rates == [group["lr"] for group in stopped["optimizer"]["param_groups"]]
     assert "run run is complete" in project.run(*words)
     assert [line["step"] for line in project.lines("run", "validation")] == [4]
@@ -215,10 +215,11 @@ def test_ctrl_c_that_ends_the_reader_of_the_console_too_saves(project: Project) 
     while num_lines(project) < 2:
         assert process.poll() is None
         time.sleep(0.02)
+    # as Ctrl-C does in `python run.py 2>&1 | tee log`
     for stream in (
         process.stdout,
         process.stderr,
-    ):  # as Ctrl-C does in `python run.py 2>&1 | tee log`
+    ):
         assert stream is not None
         stream.close()
     process.send_signal(signal.SIGINT)
@@ -262,11 +263,12 @@ def test_under_torchrun_the_agent_passes_the_warning_on_and_one_rank_alone_ends_
     options = "--nproc-per-node=2 --standalone --signals-to-handle=SIGTERM,SIGUSR1"
     words = (*WORDS, "evaluation.every_steps=1")
     project.run(*words, "name=undisturbed")
+    # the second in an evaluation
     for number, seconds in (
         (signal.SIGUSR1, 0.0),
         (signal.SIGTERM, 0.05),
         (0, 0.0),
-    ):  # the second in an evaluation
+    ):
         (project.folder / "seconds_per_evaluation").write_text(str(seconds), encoding="utf-8")
         wanted = num_lines(project) + 1
         restarts = f"--max-restarts={2 if number else 0}"  # the agent, told, does not start again

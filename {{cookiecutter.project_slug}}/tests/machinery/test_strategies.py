@@ -46,10 +46,11 @@ MARKED = [
     for name, library in LIBRARIES.items()
 ]
 SINGLE = "single"  # one process on one device, which all others must equal
+# the others: two ranks; torch has DataParallel on GPUs only
 DEVICES = {
     SINGLE: "cpu",
     "data_parallel": "cpu",
-}  # the others: two ranks; torch has DataParallel on GPUs only
+}
 
 MAX_NORM = 0.5
 # 103 samples in global batches of 16, the last of 7: two ranks have unequal shares then, and two micro-batches before.
@@ -138,9 +139,8 @@ def test_trains_as_one_process(runs: Runs, strategy: str, case: str) -> None:
         torch.testing.assert_close(trained[key], weight, rtol=SAME_RUN, atol=SAME_RUN)
 
 
-@pytest.mark.parametrize(
-    "num_samples", [37, 1]
-)  # 37 in batches of 5 divide nowhere; of 1, a rank has none
+# 37 in batches of 5 divide nowhere; of 1, a rank has none
+@pytest.mark.parametrize("num_samples", [37, 1])
 @pytest.mark.parametrize("strategy", MARKED)
 def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> None:
     path = runs.of(SINGLE).directory(f"{SINGLE}-fp32") / "checkpoints" / "step_00000010.pt"
@@ -152,10 +152,11 @@ def test_evaluation_is_exact(runs: Runs, strategy: str, num_samples: int) -> Non
         results.append(runs.project.json(f"{other}-evaluated", "evaluation.json"))
     expected, result = results
     assert result["num_samples"] == num_samples
+    # float32 errors of each sample, added up in another order
     for key in (
         "loss",
         "absolute_error",
-    ):  # float32 errors of each sample, added up in another order
+    ):
         assert result[key] == pytest.approx(expected[key], rel=1e-6), key
 
 
@@ -258,9 +259,8 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     first.backward(first.model(torch.ones(1, 2)).sum(), 1.0)
     first.optimizer_step(None)
     second.load_state_dict(first.state_dict())
-    set_learning_rate(
-        second.optimizer, 0.1, 0.2
-    )  # the config's, in every step; a state does not bring it
+    # the config's, in every step; a state does not bring it
+    set_learning_rate(second.optimizer, 0.1, 0.2)
     assert_equal(second.state_dict(), first.state_dict())
 
 

@@ -235,9 +235,8 @@ def test_each_item_once_a_pass_and_a_resumed_run_reads_those_of_an_undisturbed_o
             for _, draw in step["items"]
         ]
         # The first items of a pass have one augmentation, where the data set shares out by itself.
-        num_alike = (
-            0 if name.startswith(("plain", "owner", "split_by_worker", "stateful")) else 15
-        )  # 5 passes
+        # 5 passes
+        num_alike = 0 if name.startswith(("plain", "owner", "split_by_worker", "stateful")) else 15
         assert len(draws) > 60 and len(draws) - len(set(draws)) <= num_alike, (
             f"{name}: each has its own augmentation"
         )

@@ -80,9 +80,8 @@ def imports_of(source: str, path: Path) -> set[str]:
             is_in_own_folder = (
                 re.match(r"""[a-z.]*import_module\(f?["']\.[^.]""", text) and "__package__" in text
             )
-            if (
-                not is_in_own_folder and len(node.args) > 1
-            ):  # import_module("torch"), with one argument, is not ours
+            # import_module("torch"), with one argument, is not ours
+            if not is_in_own_folder and len(node.args) > 1:
                 found.add(f"?{text}")
     return found
 
@@ -151,9 +150,8 @@ def test_imports_run_one_way() -> None:
         assert forbidden_imports(source, path) == []
         num_edges += len(imports_of(source, path))
     assert num_edges > 120
-    for path in sorted(
-        (ROOT / "examples").glob("*/*.py")
-    ):  # they take the place of model.py and dataset.py
+    # they take the place of model.py and dataset.py
+    for path in sorted((ROOT / "examples").glob("*/*.py")):
         if path.name in ("model.py", "dataset.py"):
             helpers = {other.stem for other in path.parent.glob("*.py")}
             found = imports_of(path.read_text(encoding="utf-8"), PACKAGE / path.name)

@@ -158,9 +158,8 @@ def test_metrics_keep_order_and_every_digit(tmp_path: Path) -> None:
     tracking.record(
         {"split": "validation", "step": 1, "epoch": 1, "loss": float("nan"), "名": -1e-300}
     )
-    text = (tmp_path / "metrics.jsonl").read_text(
-        encoding="utf-8"
-    )  # written at once, not at the end
+    # written at once, not at the end
+    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     first, second = (json.loads(line) for line in text.splitlines())
     assert list(first) == ["split", "step", "loss", "epoch", "gradient_norm", "samples_per_second"]
     assert first["loss"] == 0.1 + 0.2 and first["gradient_norm"] == float("inf")
@@ -208,9 +207,8 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path) -> None:
     track(tmp_path, 4, 10, tracker="tensorboard")
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [
-        (step, pytest.approx(1 / step)) for step in range(1, 11)
-    ]  # float32 in the event file
+    # float32 in the event file
+    assert losses == [(step, pytest.approx(1 / step)) for step in range(1, 11)]
     assert [event.step for event in events.Scalars("validation/loss")] == [2, 4, 6, 8, 10]
 
 

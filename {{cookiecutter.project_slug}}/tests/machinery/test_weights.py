@@ -72,9 +72,8 @@ def test_samples_are_drawn_in_proportion_to_their_weights_alike_on_any_number_of
     assert len(drawn) == NUM_SAMPLES
     for remainder in range(4):
         number = sum(index % 4 == remainder for index, _ in drawn)
-        assert number == pytest.approx(
-            NUM_SAMPLES * remainder / 6, abs=100
-        )  # 100: five standard deviations
+        # 100: five standard deviations
+        assert number == pytest.approx(NUM_SAMPLES * remainder / 6, abs=100)
     assert len({index for index, _ in drawn}) < 1200 and len(set(drawn)) == NUM_SAMPLES, (
         "a repeated one looks different"
     )

@@ -150,9 +150,8 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
             process.wait()
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # a fork server would share the cores with the next row's start
+                # a fork server would share the cores with the next row's start
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         row.runs.append(read_run(directory))
     else:

@@ -181,9 +181,8 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     gpus = find_gpus(os.environ, machine.nvml)
     num_seen, has_driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version").exists()
     problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
-    is_harmless = (
-        problem.startswith("NVML: ") if gpus.present else not has_driver
-    )  # Jetson, AMD; no GPU
+    # Jetson, AMD; no GPU
+    is_harmless = problem.startswith("NVML: ") if gpus.present else not has_driver
     status, remedy = "ok" if is_harmless or not problem else "broken", ""
     if gpus.present and not gpus.visible:
         status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."

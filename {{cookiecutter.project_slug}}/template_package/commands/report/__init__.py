@@ -31,6 +31,7 @@ from .. import CommandLine
 SCORES = ("precision", "recall", "f1")
 NOT_DRAWN = ("split", "step", "epoch", "num_samples")
 # Curves differ in colour and in line, for the colour-blind and for print in black and white: 21 styles.
+# Okabe and Ito 2008, no yellow
 COLORS = (
     "#0072B2",
     "#D55E00",
@@ -39,7 +40,7 @@ COLORS = (
     "#E69F00",
     "#56B4E9",
     "#000000",
-)  # Okabe and Ito 2008, no yellow
+)
 LINES = ("solid", "dashed", "dotted")  # both matplotlib and CSS know these words
 DRAWING: Any = {
     "font.size": 9, "svg.fonttype": "none", "text.parse_math": False, "axes.grid": True, "grid.alpha": 0.3,
@@ -225,9 +226,8 @@ def draw_all(directories: Sequence[Path]) -> list[str]:
     """Return the curves as SVG text: one figure per metric or, if there are several runs, per split and metric."""
     is_single, figures, drawn = len(directories) == 1, defaultdict[str, Figure](Figure), list[str]()
     with matplotlib.rc_context(DRAWING), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # letters that matplotlib's font lacks: the browser has them
+        # letters that matplotlib's font lacks: the browser has them
+        warnings.simplefilter("ignore")
         for index, directory in enumerate(directories):
             for split_index, (split, lines) in enumerate(read_metrics(directory).items()):
                 for key in dict.fromkeys(

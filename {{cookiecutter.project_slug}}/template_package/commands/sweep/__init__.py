@@ -83,9 +83,8 @@ class Search(BaseModel, extra="forbid"):
             "study_name": "sweep",
             "load_if_exists": True,
         }
-        options["sampler"] = optuna.samplers.TPESampler(
-            constant_liar=True
-        )  # several trials at once differ
+        # several trials at once differ
+        options["sampler"] = optuna.samplers.TPESampler(constant_liar=True)
         return optuna.create_study(
             storage=f"sqlite:///{folder.absolute()}/study.db", **options
         ), space
@@ -98,9 +97,8 @@ class Sweep(BaseModel, extra="forbid"):
     grid: dict[str, Choices] | None = None  # all combinations of these values
     runs: list[dict[str, Any]] | None = None  # the settings of each run
     search: Search | None = None
-    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = (
-        None  # of each run; None: auto:1, or cpu without GPUs
-    )
+    # of each run; None: auto:1, or cpu without GPUs
+    devices: Annotated[Any, BeforeValidator(parse_device_ids)] = None
     at_once: Positive | Literal["auto"] = "auto"
     seed: int = 0  # of the trials that a random search draws
 
@@ -118,10 +116,11 @@ class Sweep(BaseModel, extra="forbid"):
                 dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
             ]
         elif self.search:
+            # more trials: the same ones first
             generator, space = (
                 random.Random(self.seed),
                 self.search.space.items(),
-            )  # more trials: the same ones first
+            )
             wanted = [
                 {key: draw(way, generator) for key, way in space} for _ in range(self.search.trials)
             ]
@@ -200,10 +199,11 @@ class SweepRunner:
         config, *_ = [replace(line, overrides=own).load_config() for own in arguments]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
+        # 1 if a run names its GPUs or takes all free ones
         self.is_on_cpu, self.num_slots = (
             "cpu" in device_ids,
             1,
-        )  # 1 if a run names its GPUs or takes all free ones
+        )
         if sweep.at_once != "auto":
             self.num_slots = sweep.at_once
         elif self.is_on_cpu:
@@ -216,9 +216,8 @@ class SweepRunner:
         self.config = read_settings(self.line.config_path, self.line.overrides)
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
-        self.is_same = (
-            stored.get("config") == self.config
-        )  # otherwise each starts again; a complete one ends at once
+        # otherwise each starts again; a complete one ends at once
+        self.is_same = stored.get("config") == self.config
         wanted = self.sweep.list_settings()
         if self.search is not None:  # self.runs[i] is the study's trial i
             self.study, self.space = self.search.open_study(self.folder, self.mode)
@@ -318,9 +317,8 @@ class SweepRunner:
         process = start_run(
             ["--config", str(self.line.config_path), *self.list_arguments(run)], self.folder, log
         )
-        if (
-            self.is_on_cpu and sys.platform == "linux"
-        ):  # threads of two runs on one core would wait for each other
+        # threads of two runs on one core would wait for each other
+        if self.is_on_cpu and sys.platform == "linux":
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(process.pid, cores[slot :: self.num_slots] or cores)
         return process
@@ -335,9 +333,8 @@ class SweepRunner:
             self.study.trials[self.runs.index(run)],
             read_metrics(self.folder / run.name),
         )
-        if (
-            stored.state.is_finished()
-        ):  # the trial has ended before, and its run continues with more epochs
+        # the trial has ended before, and its run continues with more epochs
+        if stored.state.is_finished():
             return False
         trial = Trial(self.study, stored._trial_id)
         for line in lines.get("validation", [])[len(stored.intermediate_values) :]:
@@ -369,10 +366,11 @@ class SweepRunner:
     def write(self) -> None:
         """Write sweep.json: the runs, the base config, and the mean result of runs that differ only in the seed."""
         means = mean_over_seeds([(run.settings, run.value) for run in self.runs], self.mode)
+        # runs that the sweep file no longer names stay listed
         runs = [
             *map(vars, self.runs),
             *self.former,
-        ]  # runs that the sweep file no longer names stay listed
+        ]
         content = {
             "metric": self.metric,
             "mode": self.mode,

@@ -8,9 +8,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from ...errors import ConfigError, one_line
 from ...options_deepspeed import Options
 
-BUCKET_SIZE = (
-    50_000_000  # elements reduced at once: DeepSpeed's own 500 million take 2 GB of each GPU
-)
+# elements reduced at once: DeepSpeed's own 500 million take 2 GB of each GPU
+BUCKET_SIZE = 50_000_000
 OWNERS = {  # the key of config.yaml that decides a key of DeepSpeed's
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",

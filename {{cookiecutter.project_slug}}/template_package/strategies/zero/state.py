@@ -71,9 +71,8 @@ class Groups:
     def load(self, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
         """For each of DeepSpeed's groups, load the settings of the saved group that has the same parameters."""
         for group, names in zip(groups, filter(None, self._trained), strict=True):
-            group.setdefault(
-                "initial_lr", group["lr"]
-            )  # the one of build_optimizer(), before another is loaded
+            # the one of build_optimizer(), before another is loaded
+            group.setdefault("initial_lr", group["lr"])
             former = next((former for former in saved if names[0] in former["params"]), {})
             group.update({key: value for key, value in former.items() if key not in NOT_LOADED})
 
@@ -86,9 +85,8 @@ class OptimizerParts:
     ) -> None:
         self._optimizer, self._groups, self._context = optimizer, groups, context
         self._parameters: dict[str, Any] = dict(module.named_parameters())
-        self._is_cut = any(
-            hasattr(parameter, "ds_id") for parameter in self._parameters.values()
-        )  # stage 3
+        # stage 3
+        self._is_cut = any(hasattr(parameter, "ds_id") for parameter in self._parameters.values())
 
     def gather(self) -> dict[str, Any]:
         """Return the whole state on rank 0, in the format of get_optimizer_state_dict(). All ranks must call this."""
@@ -118,9 +116,10 @@ class OptimizerParts:
             name: saved["state"][name] for name in self._groups.trained if name in saved["state"]
         }
         pattern: dict[str, Tensor] = next(iter(states.values()), {})
+        # as torch
         is_counted_there = any(
             self._optimizer.param_groups[0].get(key) for key in ("fused", "capturable")
-        )  # as torch
+        )
         flat_parts = (
             "fp32_partitioned_groups_flat" if self._is_cut else "single_partition_of_fp32_groups"
         )
