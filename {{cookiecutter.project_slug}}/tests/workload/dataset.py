@@ -1,6 +1,7 @@
 """Data for the tests: a regression on random numbers, which are the same in every run."""
 
-# fmt: off  (tests replace text of this file)
+# Tests replace text of this file.
+# fmt: off
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,16 +35,10 @@ class Numbers(Dataset[Any]):
     def __init__(self, config: DataConfig, num_samples: int, seed: int, noise: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, config.dtype)
-        self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-        self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
+        self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(dtype)
+        self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
         high = config.max_length + 1
-        self.lengths = torch.randint(
-            config.min_length, high, (num_samples,), generator=generator
-        ).to(dtype)
+        self.lengths = torch.randint(config.min_length, high, (num_samples,), generator=generator).to(dtype)
         self.noise = noise
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
 """A small model for the tests. Its config can make the loss a weighted mean, or make one rank fail."""
 
-# fmt: off  (tests replace text of this file)
+# Tests replace text of this file.
+# fmt: off
 import time
 import traceback
 from dataclasses import dataclass
@@ -30,12 +31,7 @@ class ModelConfig:
 
 def build_model(config: ModelConfig) -> nn.Module:
     model: Any = nn.Sequential(
-        nn.Linear(6, 16),
-        nn.Tanh(),
-        nn.Dropout(config.dropout),
-        nn.Linear(16, 16),
-        nn.Tanh(),
-        nn.Linear(16, 2),
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(config.dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
     ).to(getattr(torch, config.dtype))
     model.config, model.num_calls = config, 0
     module: nn.Module = model
@@ -52,15 +48,9 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = (errors * batch.lengths).sum() / batch.lengths.sum().clamp(min=1)
     if module.training:
         time.sleep(config.seconds_per_step)
-        module.num_calls += all(
-            frame.f_code.co_name != "rehearse" for frame, _ in traceback.walk_stack(None)
-        )
+        module.num_calls += all(frame.f_code.co_name != "rehearse" for frame, _ in traceback.walk_stack(None))
         is_due = config.fault == "raise" and module.num_calls == config.fault_step
-        if (
-            is_due
-            and torch.distributed.is_initialized()
-            and torch.distributed.get_rank() == config.fault_rank
-        ):
+        if is_due and torch.distributed.is_initialized() and torch.distributed.get_rank() == config.fault_rank:
             raise ArithmeticError("the fault that the test asked for")
     return loss, outputs
 
