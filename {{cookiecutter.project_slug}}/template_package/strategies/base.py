@@ -40,6 +40,8 @@ class Strategy:
     # True: forward waits for the other ranks, so all need micro-batches of one size
     has_collective_forward = False
     needs_all_gradients = False  # True: every rank must have a gradient for each trained parameter
+    has_gradients = True  # False: it shows no averaged gradients before the optimizer's step
+    before_clipping: Callable[[], object] | None = None  # called when the gradients are averaged
     can_rebuild = True  # True: on_epoch_begin() may change which parameters are trained
 
     def __init__(self, config: TrainingConfig, context: RankContext) -> None:
@@ -124,6 +126,8 @@ class Strategy:
         """Step the optimizer and drop the gradients. Return their norm before clipping, or None if clipping is off."""
         # before clipping: the limit is on the unscaled gradients
         self.scaler.unscale_(self.optimizer)
+        if self.before_clipping is not None:
+            self.before_clipping()
         norm = None if max_gradient_norm is None else self.clip_gradients(max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()

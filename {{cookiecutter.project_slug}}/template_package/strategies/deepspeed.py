@@ -36,6 +36,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def __init__(self, config: TrainingConfig, context: RankContext, options: Options) -> None:
         super().__init__(config, context, DdpConfig())
         self._zero, self._stage = options, options.zero_stage
+        self.has_gradients = self._stage == 0
         if config.ema_decay is not None:
             raise ConfigError(
                 f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp."

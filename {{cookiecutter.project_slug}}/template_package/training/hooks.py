@@ -21,6 +21,13 @@ def figures_of(task: Task, loss: Tensor, outputs: Any, batch: Any) -> dict[str, 
     return {name: value.detach().to(loss.device) for name, value in figures.items()}
 
 
+def call_before_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
+    """Call before_step(model, step, log) in model.py. Then reset random generators to their old states."""
+    if task.before_step is not None:
+        with torch.no_grad(), generators_restored(*strategy.context.devices):
+            task.before_step(strategy.evaluation_model, step, tracking.log(step))
+
+
 def call_after_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) in model.py, if defined. Then reset random generators to their old states."""
     if task.after_step is not None:

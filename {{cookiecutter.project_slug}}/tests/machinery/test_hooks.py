@@ -475,3 +475,30 @@ def test_loss_that_is_no_mean_is_told_however_the_samples_are_cut(
     assert "no mean over samples" in project.run(
         "training.max_steps=1", f"device_ids={devices}", *sizes
     )
+
+
+BEFORE = """
+
+def before_step(model: nn.Module, step: int, log: Any) -> None:
+    norms = [parameter.grad.square().sum() for parameter in model.parameters()]
+    norm = torch.stack([getattr(one, "full_tensor", lambda one=one: one)() for one in norms]).sum().sqrt()
+    torch.rand(3)
+    if torch.distributed.get_rank() == 0:
+        print(f"before {step} {norm.item():.6g}")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_before_step_sees_averaged_gradients_and_does_not_shift_the_run(
+    project: Project, strategy: str
+) -> None:
+    words = ("device_ids=cpu,cpu", f"strategy={strategy}", "training.max_steps=4")
+    words = (*words, "training.max_gradient_norm=0.01", "model.dropout=0.3")
+    project.run(*words, "name=plain")
+    project.append("model.py", BEFORE)
+    output = project.run(*words, "name=hooked")
+    assert project.lines("hooked") == project.lines("plain")
+    told = [line.split() for line in output.splitlines() if line.startswith("before ")]
+    assert [step for _, step, _ in told] == ["1", "2", "3", "4"]
+    norms = [line["gradient_norm"] for line in project.lines("plain")]
+    assert [float(norm) for *_, norm in told] == pytest.approx(norms, rel=1e-4)
