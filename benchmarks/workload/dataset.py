@@ -1,5 +1,7 @@
 """The benchmark's data, drawn from a fixed seed. The measured project uses this file as its dataset.py."""
 
+# Tests replace text of this file.
+# fmt: off
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,13 +98,7 @@ class Images(Samples):
 
 
 def make_dataset(
-    work: str,
-    num_samples: int,
-    data: str,
-    images: str,
-    size: str = "full",
-    *,
-    is_tuned: bool = False,
+    work: str, num_samples: int, data: str, images: str, size: str = "full", *, is_tuned: bool = False
 ) -> Dataset[Any]:
     """Return the data set of the kind `data`. If `is_tuned`, "tensors" and "tuples" return whole batches."""
     if data == "images":
@@ -118,7 +114,5 @@ def make_dataset(
 
 def build_datasets(config: DataConfig) -> tuple[Dataset[Any], Dataset[Any]]:
     """Return the training set and a small validation set, which is unused, since no loop evaluates."""
-    training_set = make_dataset(
-        config.work, config.num_samples, config.data, config.images, config.size
-    )
+    training_set = make_dataset(config.work, config.num_samples, config.data, config.images, config.size)
     return training_set, BatchedSamples(config.work, 100, config.size)

@@ -5,6 +5,8 @@
 limits a rank without a GPU to one thread, and makes each rank write the time at which its first step ends.
 """
 
+# Tests replace text of this file.
+# fmt: off
 import os
 import time
 from dataclasses import dataclass
@@ -38,12 +40,7 @@ class TokenClassifier(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(NUM_TOKENS, WIDTH)
         layer = nn.TransformerEncoderLayer(
-            WIDTH,
-            nhead=4,
-            dim_feedforward=4 * WIDTH,
-            dropout=0.0,
-            batch_first=True,
-            norm_first=True,
+            WIDTH, nhead=4, dim_feedforward=4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
         )
         self.encoder = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
@@ -76,14 +73,10 @@ def build_metrics(config: ModelConfig) -> "MetricCollection":
     from torchmetrics import MetricCollection
     from torchmetrics.classification import MulticlassAccuracy
 
-    return MetricCollection(
-        {"accuracy": MulticlassAccuracy(num_classes=NUM_CLASSES, average="micro")}
-    )
+    return MetricCollection({"accuracy": MulticlassAccuracy(num_classes=NUM_CLASSES, average="micro")})
 
 
-def update_metrics(
-    metrics: "MetricCollection", outputs: Tensor, batch: tuple[Tensor, Tensor]
-) -> None:
+def update_metrics(metrics: "MetricCollection", outputs: Tensor, batch: tuple[Tensor, Tensor]) -> None:
     metrics.update(outputs, batch[1])
 
 

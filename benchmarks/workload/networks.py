@@ -5,6 +5,8 @@ arXiv:1512.03385), `bert` BERT-base with a head for two classes (Devlin et al. 2
 has the same layers, but few and narrow ones, so that a CPU can rehearse with it.
 """
 
+# Tests replace text of this file.
+# fmt: off
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,9 +33,7 @@ NUM_STORED = 512
 """Large samples that are kept in memory. A data set of more repeats them."""
 
 
-def random_samples(
-    work: str, size: str, num_samples: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def random_samples(work: str, size: str, num_samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return inputs and targets: int64 tokens or uint8 images (B, 3, H, W), and int64 tokens or classes."""
     numbers, num_stored = SIZES[work][size], min(num_samples, NUM_STORED)
     draw = partial(torch.randint, generator=generator)
@@ -42,9 +42,7 @@ def random_samples(
         images = draw(0, 256, (num_stored, 3, pixels, pixels), dtype=torch.uint8)
         return images, draw(0, numbers["classes"], (num_stored,))
     tokens = draw(0, numbers["vocabulary"], (num_stored, numbers["length"] + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous() if work == "gpt" else tokens[
-        :, 0
-    ] % 2
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous() if work == "gpt" else tokens[:, 0] % 2
 
 
 class Block(nn.Module):
@@ -56,18 +54,11 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
-        self.widen, self.narrow = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
-        )
+        self.widen, self.narrow = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        parts = self.queries_keys_values(self.norm1(values)).unflatten(
-            2, (3, self.heads, -1)
-        )  # (B, T, 3, heads, d)
-        attended = F.scaled_dot_product_attention(
-            *parts.permute(2, 0, 3, 1, 4).unbind(), is_causal=True
-        )
+        parts = self.queries_keys_values(self.norm1(values)).unflatten(2, (3, self.heads, -1))  # (B, T, 3, heads, d)
+        attended = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4).unbind(), is_causal=True)
         values = values + self.project(attended.transpose(1, 2).flatten(2))
         return values + self.narrow(F.gelu(self.widen(self.norm2(values))))
 
@@ -77,15 +68,9 @@ class Gpt(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(vocabulary, width),
-            nn.Parameter(torch.zeros(length, width)),
-        )
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = (
-            nn.LayerNorm(width, bias=False),
-            nn.Linear(width, vocabulary, bias=False),
-        )
+        self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -106,9 +91,7 @@ class Bert(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
-        layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True
-        )
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.1, activation="gelu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 2)
 
@@ -131,11 +114,7 @@ class Bottleneck(nn.Module):
             *convolution(width, 4 * width, 1),
         )
         is_alike = stride == 1 and channels == 4 * width
-        self.shortcut = (
-            nn.Identity()
-            if is_alike
-            else nn.Sequential(*convolution(channels, 4 * width, 1, stride))
-        )
+        self.shortcut = nn.Identity() if is_alike else nn.Sequential(*convolution(channels, 4 * width, 1, stride))
 
     def forward(self, values: Tensor) -> Tensor:
         return F.relu(self.layers(values) + self.shortcut(values), inplace=True)
@@ -153,9 +132,7 @@ class ResNet50(nn.Module):
                 stride = 2 if stage > 0 and number == 0 else 1
                 blocks.append(Bottleneck(channels, width * 2**stage, stride))
                 channels = 4 * width * 2**stage
-        self.layers = nn.Sequential(
-            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
-        )
+        self.layers = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -164,12 +141,8 @@ class ResNet50(nn.Module):
         return logits
 
 
-def convolution(
-    channels: int, width: int, kernel: int, stride: int = 1
-) -> tuple[nn.Module, nn.Module]:
-    return nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(
-        width
-    )
+def convolution(channels: int, width: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(width)
 
 
 def build(kind: Callable[..., nn.Module], work: str, size: str) -> nn.Module:

@@ -39,7 +39,7 @@ from .training.checks import (
     rehearse_last,
 )
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_before_step, figures_of
+from .training.hooks import call_after_step, call_before_step, figures_of, total_of
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import (
@@ -212,9 +212,10 @@ class Trainer:
                 if not (is_logged and task.training_metrics):
                     # a language model's logits are large, and backward needs the memory
                     outputs = None
-                strategy.backward(loss, weight)
+                total = total_of(loss)
+                strategy.backward(total, weight)
             figures = (
-                figures_of(task, loss, outputs, batch) if is_logged else {"loss": loss.detach()}
+                figures_of(task, loss, outputs, batch) if is_logged else {"loss": total.detach()}
             )
             for name, value in figures.items():
                 part = weighted(value, weight)

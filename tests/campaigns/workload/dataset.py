@@ -1,5 +1,7 @@
 """Random numbers with new noise at each read, so that a resumed run differs if any random state is lost."""
 
+# Tests replace text of this file.
+# fmt: off
 from dataclasses import dataclass
 
 import torch

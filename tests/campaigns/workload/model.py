@@ -1,5 +1,7 @@
 """A model that writes rank 0's next phase into the file `phase`: s (step), e (evaluation) or w (save)."""
 
+# Tests replace text of this file.
+# fmt: off
 import os
 import time
 from dataclasses import dataclass
@@ -28,13 +30,7 @@ def mark(letter: str) -> None:
 
 def build_model(config: ModelConfig) -> nn.Module:
     width = config.width
-    model = nn.Sequential(
-        nn.Linear(8, width),
-        nn.Tanh(),
-        nn.Dropout(0.2),
-        nn.Linear(width, width),
-        nn.Linear(width, 1),
-    )
+    model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, width), nn.Linear(width, 1))
     model.register_state_dict_pre_hook(lambda *_: mark("w"))  # a checkpoint is about to be written
     return model
 

@@ -17,14 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from ..core.data import MicroBatch, TrainLoader
 from ..core.random_states import generators_restored
-from ..core.task import Task
+from ..core.task import RESERVED, Task
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext, all_reduce
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
 from ..strategies.common import buffers_restored
-from .hooks import figures_of
+from .hooks import figures_of, total_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,21 +92,28 @@ def rehearse(
                 raise ConfigError(
                     f"compute_loss in model.py called model(...) {len(calls)} times: {rule}."
                 )
-            if not isinstance(loss, Tensor):
+            terms = loss if isinstance(loss, dict) else {}
+            if taken := RESERVED & terms.keys():
+                rule = f"name the terms of the loss otherwise than {', '.join(sorted(taken))}"
+                raise ConfigError(f"compute_loss in model.py: {rule}.")
+            total = (
+                total_of(loss) if all(isinstance(term, Tensor) for term in terms.values()) else None
+            )
+            if not isinstance(total, Tensor):
                 rule = (
                     "return a tensor, finite even if nothing counts (then loss_weight() returns 0)"
                 )
                 raise ConfigError(
                     f"compute_loss in model.py returned a loss of type {type(loss).__name__}: {rule}."
                 )
-            if loss.dim() != 0 or not loss.requires_grad:
-                found = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            if total.dim() != 0 or not total.requires_grad:
+                found = f"shape {tuple(total.shape)}, requires_grad={total.requires_grad}"
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
             figures_of(task, loss, outputs, micro_batch.batch)
             if not task.training_metrics:
                 del returned, outputs  # as train_step() does
-            strategy.backward(loss, 0.0)
+            strategy.backward(total, 0.0)
             if not is_trial:
                 strategy.check_gradients()
             if changed := sorted(

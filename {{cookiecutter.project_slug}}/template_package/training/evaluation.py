@@ -155,7 +155,7 @@ class Evaluator:
                     loss, outputs = task.compute_loss(strategy.evaluation_model, batch)
                 # "": adds up the weights
                 figures = {
-                    "": torch.ones_like(loss),
+                    "": torch.ones(()),
                     **figures_of(task, loss, outputs, batch),
                 }
                 if has_metrics and task.evaluate_batch is not None:

@@ -13,12 +13,18 @@ from ..strategies.base import Strategy
 logger = logging.getLogger(__name__)
 
 
+def total_of(loss: Any) -> Any:
+    """Return the loss to train: `loss` itself or, if compute_loss returns a dict of terms, their sum."""
+    return torch.stack([*loss.values()]).sum() if isinstance(loss, dict) and loss else loss
+
+
 @torch.no_grad()
-def figures_of(task: Task, loss: Tensor, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return the loss and any metrics from training_metrics() in model.py, by name, as detached 0-dim tensors."""
+def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """Return the loss, its terms and the means of training_metrics() by name, as detached 0-dim tensors."""
     means = task.training_metrics(outputs, batch) if task.training_metrics else {}
-    figures = {"loss": loss, **means}
-    return {name: value.detach().to(loss.device) for name, value in figures.items()}
+    total, terms = total_of(loss), loss if isinstance(loss, dict) else {}
+    figures = {"loss": total, **terms, **means}
+    return {name: value.detach().to(total.device) for name, value in figures.items()}
 
 
 def call_before_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:

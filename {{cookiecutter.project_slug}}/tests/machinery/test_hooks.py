@@ -502,3 +502,33 @@ def test_before_step_sees_averaged_gradients_and_does_not_shift_the_run(
     assert [step for _, step, _ in told] == ["1", "2", "3", "4"]
     norms = [line["gradient_norm"] for line in project.lines("plain")]
     assert [float(norm) for *_, norm in told] == pytest.approx(norms, rel=1e-4)
+
+
+TERMS = """
+
+former_loss = compute_loss
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> Any:
+    loss, outputs = former_loss(model, batch)
+    size = outputs.square().mean()
+    return RETURNED, outputs
+"""
+
+
+def test_terms_of_the_loss_are_trained_as_their_sum_and_logged_alone(project: Project) -> None:
+    words = (*DOUBLE, "training.max_steps=4", "training.micro_batch_size=3")
+    project.append("model.py", TERMS.replace("RETURNED", "loss + 0.1 * size"))
+    project.run(*words, "name=sum", "device_ids=cpu")
+    project.edit("model.py", "loss + 0.1 * size", '{"error": loss, "size": 0.1 * size}')
+    for name, devices in (("one", "cpu"), ("two", "cpu,cpu")):
+        project.run(*words, f"name={name}", f"device_ids={devices}")
+        for split in ("train", "validation"):
+            expected = [line["loss"] for line in project.lines("sum", split)]
+            lines = project.lines(name, split)
+            assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-10)
+            sums = [line["error"] + line["size"] for line in lines]
+            assert sums == pytest.approx(expected, rel=1e-10) and len(lines) > 0
+    project.edit("model.py", '"size": 0.1', '"step": 0.1')
+    output = project.run(*words, "name=taken", code=2)
+    assert "name the terms of the loss otherwise than step" in output

@@ -1,5 +1,7 @@
 """Data for the tests: a regression on fixed random numbers, with faults that a test can switch on."""
 
+# Tests replace text of this file.
+# fmt: off
 import errno
 import os
 import signal
@@ -51,16 +53,10 @@ class Numbers(Dataset[Any]):
     def __init__(self, config: DataConfig, num_samples: int, seed: int, noise: float) -> None:
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, config.dtype)
-        self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-        self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
+        self.inputs = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64).to(dtype)
+        self.targets = torch.randn(num_samples, 2, generator=generator, dtype=torch.float64).to(dtype)
         high = config.max_length + 1
-        self.lengths = torch.randint(
-            config.min_length, high, (num_samples,), generator=generator
-        ).to(dtype)
+        self.lengths = torch.randint(config.min_length, high, (num_samples,), generator=generator).to(dtype)
         if seed == 1 and config.nan_index >= 0:
             self.inputs[config.nan_index, 2] = torch.nan
         self.noise, self.failing_index, self.config = noise, config.failing_index, config
@@ -70,9 +66,7 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Batch:
         if index == self.failing_index:
-            raise OSError(
-                errno.EIO, f"cannot read the file of sample {index} in process {os.getpid()}"
-            )
+            raise OSError(errno.EIO, f"cannot read the file of sample {index} in process {os.getpid()}")
         if index == self.config.stuck_index:
             time.sleep(3600)
         if self.config.kills_worker and torch.utils.data.get_worker_info() is not None:

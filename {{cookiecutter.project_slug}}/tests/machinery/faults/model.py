@@ -1,5 +1,7 @@
 """A model for the tests: six weight tensors, and faults that a test can switch on."""
 
+# Tests replace text of this file.
+# fmt: off
 import ctypes
 import os
 import signal
@@ -35,12 +37,7 @@ class ModelConfig:
 
 def build_model(config: ModelConfig) -> nn.Module:
     model: Any = nn.Sequential(
-        nn.Linear(6, 16),
-        nn.Tanh(),
-        nn.Dropout(config.dropout),
-        nn.Linear(16, 16),
-        nn.Tanh(),
-        nn.Linear(16, 2),
+        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(config.dropout), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
     ).to(getattr(torch, config.dtype))
     if config.has_unused_parameter:
         model.unused = nn.Parameter(torch.zeros(3))
@@ -59,9 +56,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     outputs = module(inputs) if config.fault == "bypass" else model(inputs)
     if (config.fault, rank()) == ("skip", config.fault_rank):
         outputs = outputs.detach() + module[-1].bias
-    is_due = (
-        module.training and rank() == config.fault_rank and module.num_calls == config.fault_step
-    )
+    is_due = module.training and rank() == config.fault_rank and module.num_calls == config.fault_step
     if config.fault == "skip_later" and is_due:
         outputs = outputs.detach() + module[-1].bias
     errors = (outputs - batch.targets).square().mean(1)
@@ -116,9 +111,7 @@ def clutch(_: nn.Module) -> None:
 
 def abort(_: nn.Module) -> None:
     """Write a reason and C++ stacks to stderr and abort, as NCCL's watchdog does."""
-    frames = "".join(
-        f"frame #{number}: c10d::ProcessGroupNCCL::run() + 0x{number:x}\n" for number in range(9)
-    )
+    frames = "".join(f"frame #{number}: c10d::ProcessGroupNCCL::run() + 0x{number:x}\n" for number in range(9))
     block = f"Exception raised from run at ProcessGroupNCCL.cpp:2063 (most recent call first):\n{frames}\n"
     os.write(2, f"CUDA error: device-side assert triggered\n{block}{block}".encode())
     os.abort()
