@@ -81,7 +81,7 @@ SMALL_KEEPS = {
     "tests": ["test_dataset.py", "test_model.py", "workload/dataset.py", "workload/model.py"],
 }
 """{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
-NOT_IN_SMALL = {"evaluation.max_batches"}
+NOT_IN_SMALL = frozenset[str]()
 """Keys that an example sets and that the config.yaml of size=small does not have."""
 
 
@@ -169,6 +169,8 @@ def take_small_files(project: Path) -> None:
     small = project / "small"
     for source in filter(Path.is_file, list(small.rglob("*"))):
         target = project / source.relative_to(small)
+        if target.parent.name.startswith(".") and not target.parent.exists():
+            continue  # furniture that was not chosen
         target.parent.mkdir(parents=True, exist_ok=True)
         source.replace(target)
 

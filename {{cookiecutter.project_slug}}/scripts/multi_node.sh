@@ -23,6 +23,16 @@ if [[ ! $NNODES =~ ^[1-9][0-9]*$ || ! $NODE_RANK =~ ^(0|[1-9][0-9]*)$ || ! $MAST
   exit 2
 fi
 
+# gloo takes the address of the host's name, on Debian often 127.0.1.1: name the interface that reaches node 0.
+if [[ -z ${GLOO_SOCKET_IFNAME:-} ]] && command -v ip >/dev/null; then
+  interface=$(ip -o route get "$(getent ahostsv4 "$MASTER_ADDR" | awk '{print $1; exit}')" 2>/dev/null | grep -oP 'dev \K\S+' || true)
+  if [[ -z $interface || $interface == lo ]]; then # on node 0 itself
+    address=$(getent ahostsv4 "$MASTER_ADDR" | awk '{print $1; exit}' || true)
+    interface=$(ip -o -4 address show to "$address" 2>/dev/null | awk '{print $2; exit}' || true)
+  fi
+  [[ -z $interface || $interface == lo ]] || export GLOO_SOCKET_IFNAME=$interface
+fi
+
 echo "node $NODE_RANK of $NNODES: waiting until all nodes reach $MASTER_ADDR:$MASTER_PORT" >&2
 # Static, because torchrun's default rendezvous (c10d) takes each node's address from its host name, often 127.0.0.1.
 exec "$(dirname "${BASH_SOURCE[0]}")/torchrun.sh" --rdzv-backend=static --nnodes="$NNODES" --node-rank="$NODE_RANK" \

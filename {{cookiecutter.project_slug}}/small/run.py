@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from template_package.core.launch import (
     PARENT,
     Devices,
-    become_multi_node,
     choose_devices,
     die_with_parent,
     start_ranks,
@@ -70,8 +69,6 @@ def main(arguments: list[str]) -> int:
             return smoke(line)
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:  # a launcher has started this rank
             return run_rank(line, None)
-        if line.get("launch.nodes", "1") != "1":
-            become_multi_node(line)
         devices = choose_devices(line)
         world_size = len(devices.names)  # one rank per device
         return start_ranks(devices, line) if world_size > 1 else run_rank(line, devices)

@@ -36,7 +36,7 @@ from .core.checks import (
 )
 from .core.config import Config, differing_keys, to_dict
 from .core.data import TrainLoader
-from .core.evaluation import Evaluator, figures_of
+from .core.evaluation import Evaluator, figures_of, total_of
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
 from .core.optimizer import choose_optimizer, set_learning_rate
 from .core.random_states import (
@@ -124,6 +124,10 @@ class Trainer:
         task.on_epoch_begin(model, 0)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
+        if task.evaluate_batch is not None and self.strategy.has_collective_forward:
+            problem = "its ranks may run different numbers of forward passes, and under"
+            problem += f" strategy={config.strategy} they wait for each other: that {NEEDS_FULL}"
+            raise ConfigError(f"evaluate_batch in model.py: {problem}")
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         tell_of_names(train_data, validation_data)
@@ -217,10 +221,15 @@ class Trainer:
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
                 with strategy.autocast():
-                    returned = task.compute_loss(strategy.model, batch)
-                    loss, outputs, figures = figures_of(task, returned, batch, is_logged=is_logged)
-                del returned, outputs  # logits are large, and backward needs the memory
-                strategy.backward(loss, weight)
+                    loss, outputs = task.compute_loss(strategy.model, batch)
+                total = total_of(loss)
+                if not (is_logged and task.training_metrics):
+                    outputs = None  # logits are large, and backward needs the memory
+                strategy.backward(total, weight)
+            # After the backward pass: training_metrics() may change the outputs in place.
+            figures = {"loss": total.detach()}
+            if is_logged:
+                figures = figures_of(task, loss, outputs, batch)
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
@@ -314,7 +323,8 @@ class Trainer:
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", progress.step, self.total_steps)
             for key, change in differing_keys(state["config"], to_dict(config)).items():
-                logger.info("changed since: %s: %s", key, change)
+                if not key.startswith(("device_ids", "launch.")):  # they belong to a start
+                    logger.info("changed since: %s: %s", key, change)
 
     def recount(self, state: dict[str, Any]) -> dict[str, Any]:
         """Keep another run's place in the data, but count its steps with this run's batch size."""

@@ -3,6 +3,7 @@
 import logging
 import sys
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, FailureError
 from .data import MicroBatch, TrainLoader
-from .evaluation import figures_of
+from .evaluation import figures_of, total_of
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce
 from .strategies import BATCH_NORMS, Strategy, buffers_restored
-from .task import Task
+from .task import RESERVED, Task
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +66,27 @@ def rehearse(
             context,
         ):
             with strategy.autocast():
-                returned = task.compute_loss(strategy.model, micro_batch.batch)
+                returned: Any = task.compute_loss(strategy.model, micro_batch.batch)
             if not isinstance(returned, tuple | list) or len(returned) != 2:
                 raise ConfigError(f"{where} must return two values: the loss, and the outputs.")
             if len(calls) != 1:
                 rule = "its wrapper shares the gradients, so call it once, and no part of it"
                 raise ConfigError(f"{where} called model(...) {len(calls)} times: {rule}.")
-            terms = returned[0].values() if isinstance(returned[0], dict) else [returned[0]]
-            if not all(isinstance(term, Tensor) and term.dim() == 0 for term in terms):
+            loss, outputs = returned
+            terms = loss if isinstance(loss, dict) else {"": loss}
+            if not all(isinstance(term, Tensor) and term.dim() == 0 for term in terms.values()):
                 rule = "return a 0-dim tensor, or a dict of them; 0 if nothing counts"
                 raise ConfigError(f"{where} returned a loss that is no scalar: {rule}.")
-            loss, *_ = figures_of(task, returned, micro_batch.batch)
-            if not loss.requires_grad:
+            if taken := RESERVED & terms.keys():
+                raise ConfigError(f"{where}: name the term {min(taken)} of the loss otherwise.")
+            total = total_of(loss)
+            if not total.requires_grad:
                 rule = "return the micro-batch's mean, not detached"
                 raise ConfigError(f"{where} returned a loss with requires_grad=False: {rule}.")
-            strategy.backward(loss, 0.0)
+            figures_of(task, loss, outputs, micro_batch.batch)
+            if not task.training_metrics:
+                del returned, outputs  # as train_step() does
+            strategy.backward(total, 0.0)
             if not is_trial:
                 strategy.check_gradients()
             if changed := saved_shapes(strategy.module).items() ^ shapes.items():

@@ -27,6 +27,7 @@ Text = Annotated[str, Limits(min_length=1)]
 Auto = Literal["auto"]
 
 IN_FULL = """
+launch.nodes launch.node_rank launch.master_addr launch.master_port launch.network_interface
 launch.start_method launch.wait_minutes launch.debug ddp.static_graph ddp.gradient_compression
 fsdp.cpu_offload fsdp.reshard_after_forward schedule.milestones schedule.decay_factor
 schedule.patience training.ema_decay training.activation_checkpointing training.sync_batchnorm
@@ -38,11 +39,6 @@ deepspeed.extra
 
 @dataclass
 class LaunchConfig:
-    nodes: Positive = 1  # machines; with more than one, type the same command on each
-    node_rank: Count = 0  # this machine, counted from 0
-    master_addr: Text = "127.0.0.1"  # name or address of node 0, as the other nodes reach it
-    master_port: Annotated[int, Limits(ge=0, le=65535)] = 0  # a free port of node 0; 0 on one node
-    network_interface: str | None = None  # such as eth0; null: the one that reaches master_addr
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     min_free_memory_gib: NotNegative = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute

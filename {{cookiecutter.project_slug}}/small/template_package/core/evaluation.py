@@ -24,21 +24,19 @@ from .task import Task
 logger = logging.getLogger(__name__)
 
 
-def figures_of(
-    task: Task, returned: Any, batch: Any, *, is_logged: bool = True
-) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """Return the loss to train, the model's outputs, and the means to log, by name.
+def total_of(loss: Any) -> Tensor:
+    """Return the loss to train. compute_loss may return a dict of terms: then it is their sum."""
+    total: Tensor = torch.stack([*loss.values()]).sum() if isinstance(loss, dict) else loss
+    return total
 
-    `returned` is compute_loss's result. Its loss may be a dict of terms, whose sum is trained.
-    """
-    loss, outputs = returned
-    terms = loss if isinstance(loss, dict) else {}
-    loss = torch.stack([*terms.values()]).sum() if terms else loss
-    figures = {"loss": loss, **terms}
-    if is_logged and task.training_metrics is not None:
-        with torch.no_grad():
-            figures |= task.training_metrics(outputs, batch)
-    return loss, outputs, {name: value.detach().to(loss.device) for name, value in figures.items()}
+
+@torch.no_grad()
+def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """Return the loss, its terms and the means of training_metrics() by name, 0-dim and detached."""
+    means = task.training_metrics(outputs, batch) if task.training_metrics else {}
+    total, terms = total_of(loss), loss if isinstance(loss, dict) else {}
+    figures = {"loss": total, **terms, **means}
+    return {name: value.detach().to(total.device) for name, value in figures.items()}
 
 
 class Evaluator:
@@ -69,7 +67,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(
-        self, strategy: Strategy, stop_code: Callable[[], int] = int, log: Any = None
+        self, strategy: Strategy, stop_code: Callable[[], Any] = int, log: Any = None
     ) -> dict[str, float]:
         """Return the mean loss and the metrics by name, the same on every rank, which all call this.
 
@@ -78,8 +76,12 @@ class Evaluator:
         with self._evaluating(strategy):
             figures = self._add_up(strategy, self._loader.read(self._size), stop_code)
             if log is not None and self._task.on_evaluation_end is not None:
-                with strategy.autocast():
-                    self._task.on_evaluation_end(strategy.module, log)
+                try:
+                    with strategy.autocast():
+                        self._task.on_evaluation_end(strategy.module, log)
+                except Exception:  # it only looks on
+                    message = "warning: on_evaluation_end() of model.py failed; the run goes on"
+                    logger.warning(message, exc_info=True)
             figures |= self._compute_metrics()
         return figures
 
@@ -105,14 +107,15 @@ class Evaluator:
         with generators_restored(self._rank.device), buffers_restored(strategy.module, but=BATCH_NORMS):
             strategy.synchronize_buffers()
             yield
-        for module, is_training in modes:
-            module.training = is_training  # what build_model() left in evaluation mode stays there
+        for module, is_training in modes:  # from the outermost inwards
+            if module.training != is_training:  # what build_model() left in eval mode stays there
+                module.train(is_training)
 
     def _add_up(
         self,
         strategy: Strategy,
         micro_batches: Iterable[MicroBatch],
-        stop_code: Callable[[], int] = int,
+        stop_code: Callable[[], Any] = int,
         *,
         has_metrics: bool = True,
     ) -> dict[str, float]:
@@ -123,14 +126,14 @@ class Evaluator:
             if stop_code():
                 raise Interrupted
             with strategy.autocast():
-                returned = task.compute_loss(strategy.module, batch)
-                loss, outputs, figures = figures_of(task, returned, batch)
+                loss, outputs = task.compute_loss(strategy.module, batch)
+                figures = figures_of(task, loss, outputs, batch)
                 if has_metrics and task.evaluate_batch is not None:
                     outputs = task.evaluate_batch(strategy.module, batch)
             if has_metrics and len(metrics) and request.num_samples:
                 task.update_metrics(metrics, outputs, batch)
             weight = loss_weight_of(micro_batch, task, strategy.module, self._rank)
-            for name, value in {"": torch.ones_like(loss), **figures}.items():  # "": the weights
+            for name, value in {"": torch.ones(()), **figures}.items():  # "": the weights
                 # If nothing counts, the mean may be 0/0.
                 part = torch.where(weight == 0, 0.0, value.to(weight) * weight)
                 sums[name] = sums.get(name, 0.0) + part

@@ -160,17 +160,9 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
     if mask is None:
         return present
     visible: list[Gpu] = []
-    for entry in map(str.strip, mask.split(",")):
-        if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one
-            return [Gpu(0, entry)]
-        of_entry = [
-            gpu
-            for gpu in present
-            if str(gpu.index) == entry or (entry[:4] == "GPU-" and gpu.uuid.startswith(entry))
-        ]
-        if len(of_entry) != 1:
-            break  # CUDA, too, ends its list at an entry that it does not know
-        visible += of_entry
+    for entry in filter(None, map(str.strip, mask.split(","))):
+        named = [gpu for gpu in present if entry in (str(gpu.index), gpu.uuid)]
+        visible += named or [Gpu(len(visible), entry)]  # such as a part of a GPU (MIG)
     return visible
 
 
@@ -188,24 +180,6 @@ def _owner(pid: int) -> str:
     with suppress(OSError):  # in another container, or hidden
         return str(Path(f"/proc/{pid}").stat().st_uid)
     return "a process that cannot be seen"
-
-
-def become_multi_node(line: CommandLine) -> None:
-    """Replace this process with scripts/multi_node.sh, which starts torchrun on this node."""
-    address, port = line.get("launch.master_addr", "127.0.0.1"), line.get("launch.master_port", "0")
-    if port == "0" or address == "localhost" or address.startswith("127."):
-        nodes = line.get("launch.nodes", "1")
-        remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500, ADDRESS of node 0"
-        raise ConfigError(f"launch.nodes={nodes}: all nodes must reach node 0. {remedy}.")
-    variables = {
-        "NNODES": line.get("launch.nodes", "1"),
-        "NODE_RANK": line.get("launch.node_rank", "0"),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        "PYTHON": sys.executable,
-    }
-    script = Path(__file__).parents[2] / "scripts" / "multi_node.sh"
-    os.execvpe("bash", ["bash", str(script), *sys.argv[1:]], os.environ | variables)
 
 
 def start_ranks(devices: Devices, line: CommandLine) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,7 +109,8 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     rank, world_size, local_rank, local_size, port = map(int, numbers)
     node_rank = int(os.environ.get("GROUP_RANK") or rank // local_size)
     address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    choose_interface(launch.network_interface, address, is_one_machine=world_size == local_size)
+    if world_size == local_size:  # one machine, whose name may lead anywhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
     torch.set_num_threads(max(1, num_usable_cores() // local_size))
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -147,26 +147,6 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
 def num_usable_cores() -> int:
     is_linux = hasattr(os, "sched_getaffinity")  # a scheduler may allow fewer than there are
     return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-
-
-def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool) -> None:
-    """Make gloo and NCCL use the network interface `wanted`; by default, gloo the one to `address`."""
-    if wanted is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wanted
-    if is_one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
-        return
-    target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
-    lines = Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]
-    routes = [line.split() for line in lines]
-    ways = [
-        (int(row[7], 16).bit_count(), row[0])
-        for row in routes
-        if target & int(row[7], 16) == int(row[1], 16)
-    ]
-    # On node 0, Debian's /etc/hosts gives its own name a loopback address, to which no route leads.
-    os.environ["GLOO_SOCKET_IFNAME"] = max(ways)[1] if ways else routes[0][0]
 
 
 # Collectives

@@ -79,6 +79,7 @@ class Strategy:
         self.shapes = shapes_of(self.module)
         self.model = self.wrap(self.module)
         self._parameters = list(self.module.parameters())
+        self._trained = [p for p in self._parameters if p.requires_grad]
         if build_optimizer is not None:
             self.optimizer = build_optimizer(self.module)
 
@@ -105,6 +106,8 @@ class Strategy:
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Clip, step, and drop the gradients. Return their norm before clipping, if there is a limit."""
+        if self.needs_all_gradients and any(p.grad is None for p in self._trained):
+            self.check_gradients()  # in a later step too: DDP would have averaged only some
         norm = None
         if max_gradient_norm is not None:
             norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
@@ -316,7 +319,7 @@ def set_optimizer_state(
         group.setdefault("initial_lr", group["lr"])
         is_on_device = group.get("fused") or group.get("capturable")  # then so is its count of steps
         first = names[group["params"][0]]
-        former = next((one for one in saved["param_groups"] if first in one["params"]), {})
+        former: dict[str, Any] = next((one for one in saved["param_groups"] if first in one["params"]), {})
         for key in former.keys() - NOT_LOADED:
             value = _received(former[key], rank)
             group[key] = value.cpu() if isinstance(value, Tensor) else value
