@@ -81,8 +81,8 @@ SMALL_KEEPS = {
     "tests": ["test_dataset.py", "test_model.py", "workload/dataset.py", "workload/model.py"],
 }
 """{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
-NOT_IN_SMALL = frozenset[str]()
-"""Keys that an example sets and that the config.yaml of size=small does not have."""
+NOT_IN_SMALL = {"test_sentences.py"}
+"""Files of an example, and keys that it sets, which a project of size=small does not have."""
 
 
 def main() -> int:
@@ -180,7 +180,7 @@ def install_example(
 ) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    The example `image` has no folder, because its files are in place already. left_out: keys that are not changed.
+    The example `image` has no folder, because its files are in place already. left_out: files that are not moved, and keys that are not changed.
     """
     folder = project / "examples" / example
     if not folder.is_dir():
@@ -188,6 +188,9 @@ def install_example(
     changes = (folder / "config.yaml").read_text(encoding="utf-8")
     (folder / "config.yaml").unlink()
     for source in filter(Path.is_file, folder.iterdir()):
+        if source.name in left_out:
+            source.unlink()
+            continue
         code = "tests" if source.name.startswith("test_") else "template_package"
         source.replace(project / (code if source.suffix == ".py" else ".") / source.name)
     for block in re.findall(section_pattern(r"\w+"), changes, re.MULTILINE):

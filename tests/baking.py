@@ -147,6 +147,8 @@ def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
     for name in names:
         if name.startswith(f"examples/{answers['example']}/") and not name.endswith("config.yaml"):
             file = name.rpartition("/")[2]
+            if answers["size"] == "small" and file == "test_sentences.py":  # it reads reports
+                continue
             folder = (
                 ""
                 if not file.endswith(".py")

@@ -88,7 +88,7 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
         from template_package.core.config import build_config
         from template_package.core.ranks import join, leave
 
-        config = build_config(line.settings)
+        config = build_config(line)
         place = join(line, config.launch, devices)
         code = run_fn(place.rank, place.world_size, config, place, line)
         gc.collect()  # gloo hangs if DDP outlives the group

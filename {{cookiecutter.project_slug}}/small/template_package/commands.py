@@ -140,7 +140,7 @@ SHORT = """
 
 def smoke(line: CommandLine) -> int:
     """Train, save, resume and evaluate on two CPU ranks. Print PASSED, or FAILED and why."""
-    build_config(line.settings)  # a mistake in it is one line
+    build_config(line)  # a mistake in it is one line
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     runs = FOLDER / "runs"

@@ -16,7 +16,7 @@ from ..dataset import DataConfig
 from ..errors import ConfigError, one_line
 from ..model import ModelConfig
 from .launch import parse_device_ids
-from .settings import NEEDS_FULL
+from .settings import NEEDS_FULL, CommandLine, set_words
 from .task import find_task
 
 Count = Annotated[int, Limits(ge=0, le=2**63 - 1)]
@@ -26,6 +26,8 @@ BelowOne = Annotated[float, Limits(ge=0, lt=1)]
 Text = Annotated[str, Limits(min_length=1)]
 Auto = Literal["auto"]
 
+OF_THE_START = ("name", "device_ids", "launch", "loader", "evaluation")
+"""What `evaluate` takes from config.yaml; the rest is the run's own."""
 IN_FULL = """
 launch.nodes launch.node_rank launch.master_addr launch.master_port launch.network_interface
 launch.start_method launch.wait_minutes launch.debug ddp.static_graph ddp.gradient_compression
@@ -141,9 +143,16 @@ class Config:
             raise ValueError(f"training.epochs=null: {problem}.")
 
 
-def build_config(settings: dict[str, Any]) -> Config:
-    """Check nested dicts of text. Raise ConfigError with a line for each wrong key or value."""
-    settings = {"data": {}, "model": {}, **settings}
+def build_config(line: CommandLine) -> Config:
+    """Check the settings of a command. Raise ConfigError with a line for each wrong key or value."""
+    settings = {"data": {}, "model": {}, **line.settings}
+    if line.stored is not None:
+        settings = {key: value for key, value in settings.items() if key in OF_THE_START}
+        for key, value in values_of(line.stored).items():  # a key that is gone since is left out
+            section, _, name = key.rpartition(".")
+            if section not in OF_THE_START and key not in OF_THE_START and value is not MISSING:
+                (settings.setdefault(section, {}) if section else settings)[name] = value
+        set_words(settings, line.words)
     if problems := [*_wrong_keys(settings, Config)]:
         raise ConfigError("\n".join(problems))
     try:

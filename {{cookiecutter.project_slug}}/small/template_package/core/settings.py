@@ -24,7 +24,6 @@ COMMANDS = {
 IN_FULL = ("doctor", "benchmark", "sweep", "report")
 NEEDS_FULL = "needs size=full. Type: scripts/update_from_template.sh size=full"
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
-OF_THE_START = ("name", "device_ids", "launch", "loader", "evaluation")
 
 
 @dataclass
@@ -34,6 +33,7 @@ class CommandLine:
     words: list[str]  # the key=value words
     config_paths: list[Path]
     source: str = ""  # what `predict` reads
+    stored: dict[str, Any] | None = None  # of the run that is evaluated, with its own settings
 
     def get(self, key: str, default: str) -> str:
         """Return the text of a key such as launch.nodes. config.py refuses a wrong one later."""
@@ -72,12 +72,11 @@ def read_command_line(arguments: Sequence[str], default_config: Path) -> Command
     for path in paths:
         merge(settings, read_file(path))
     set_words(settings, words)
-    stored = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
-    if command in ("evaluate", "predict") and not options.config and stored.exists():
-        own = {key: value for key, value in settings.items() if key in OF_THE_START}
-        settings = read_file(stored) | own  # a run is evaluated with its own settings
-        set_words(settings, words)
-    return CommandLine(command, settings, words, paths, source)
+    line = CommandLine(command, settings, words, paths, source)
+    path = run_directory(str(settings.get("name", "baseline"))) / "config.yaml"
+    if command in ("evaluate", "predict") and not options.config and path.exists():
+        line.stored = read_file(path)
+    return line
 
 
 def read_file(path: Path) -> dict[str, Any]:
