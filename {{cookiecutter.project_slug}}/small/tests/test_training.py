@@ -39,8 +39,8 @@ def test_any_ranks_and_micro_batches_train_as_a_plain_loop(project: Project) -> 
     (project.folder / "plain.py").write_text(PLAIN_LOOP, encoding="utf-8")
     plain = project.start(command=(sys.executable, "plain.py"))
     expected = [float(line) for line in plain.communicate()[0].split()]
-    words = (*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0")
-    words = (*words, "schedule.name=constant", "training.epochs=2")
+    words = [*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0"]
+    words += ["schedule.name=constant", "training.epochs=2"]
     for name, ranks, size in (("one", 1, "auto"), ("two", 2, "3"), ("three", 3, "auto")):
         devices = f"device_ids={','.join(['cpu'] * ranks)}"
         project.run(*words, devices, f"name={name}", f"training.micro_batch_size={size}")
@@ -63,8 +63,8 @@ def test_fsdp_trains_as_ddp_and_a_run_moves_between_them(project: Project) -> No
 
 
 def test_stopped_run_continues_as_if_it_had_not_been_stopped(project: Project) -> None:
-    words = (*RANDOM, "device_ids=cpu,cpu", "checkpoint.every_steps=5")
-    words = (*words, "model.seconds_per_step=0.05")
+    words = [*RANDOM, "device_ids=cpu,cpu", "checkpoint.every_steps=5"]
+    words += ["model.seconds_per_step=0.05"]
     project.run(*words, "name=undisturbed")
     slow = project.start(*words, "loader.num_workers=1")  # workers draw the same
     metrics = project.directory("run") / "metrics.jsonl"
