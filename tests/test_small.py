@@ -1,0 +1,68 @@
+"""Tests that the two sizes of a project do the same: equal runs, each continues and evaluates the other's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baking import bake, plain_environment
+
+WORDS = ("logging.every_steps=1", "logging.tracker=none", "training.epochs=2", "name=run")
+SPEEDS = ("samples_per_second",)
+
+
+@pytest.fixture(scope="module")
+def projects(template: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sizes")
+    return {size: bake(template, folder / size, size=size) for size in ("small", "full")}
+
+
+def run(project: Path, runs: Path, *words: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "run.py", *words, *WORDS],
+        cwd=project,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        env=plain_environment({"DDP_RUNS_FOLDER": str(runs)}),
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def lines_of(runs: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (runs / "run" / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
+
+
+def test_both_sizes_train_the_same_to_the_last_bit(
+    projects: dict[str, Path], tmp_path: Path
+) -> None:
+    for devices in ("cpu", "cpu,cpu"):
+        for size, project in projects.items():
+            run(project, tmp_path / size / devices, f"device_ids={devices}")
+        small, full = (lines_of(tmp_path / size / devices) for size in ("small", "full"))
+        assert small == full and len(small) == 42
+
+
+@pytest.mark.parametrize(("first", "second"), [("small", "full"), ("full", "small")])
+def test_a_run_goes_on_and_is_evaluated_in_the_other_size(
+    projects: dict[str, Path], tmp_path: Path, first: str, second: str
+) -> None:
+    two = "device_ids=cpu,cpu"
+    run(projects[first], tmp_path / "whole", two)
+    run(projects[first], tmp_path / "moved", two, "training.max_steps=25", "checkpoint.every_steps=5")
+    for path in (tmp_path / "moved" / "run" / "checkpoints").glob("step_*25.pt"):
+        path.unlink()  # its last step is that of a run whose schedule ends there
+    assert "resuming after step" in run(projects[second], tmp_path / "moved", two)
+    steps = [line["step"] for line in lines_of(tmp_path / "moved") if line["split"] == "train"]
+    assert steps == [*range(1, 41)]
+    run(projects[second], tmp_path / "whole", "evaluate", two)
+    result = json.loads((tmp_path / "whole" / "run" / "evaluation.json").read_text("utf-8"))
+    best = [line for line in lines_of(tmp_path / "whole") if line["step"] == result["step"]][-1]
+    assert result["accuracy"] == best["accuracy"] and result["loss"] == best["loss"]
