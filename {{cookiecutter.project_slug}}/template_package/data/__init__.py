@@ -47,7 +47,7 @@ def create_loader(dataset: Any, task: Task, config: Config, context: RankContext
                 f"{name}: a training set without __len__ and __getitem__ has none. Set it to None."
             )
     if "stream" not in available_files("extras"):
-        remedy = "Copy extras/stream.py from the template (tools=all), or give it __len__ and __getitem__"
+        remedy = "Copy extras/stream.py from the template (size=full), or give it __len__ and __getitem__"
         raise ConfigError(
             f"the training set can only be iterated, and this project has no extras/stream.py. {remedy}."
         )
