@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from .core.checkpoint import CheckpointFolder, check_same, check_shapes, load_checkpoint, read_once
+from .core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
 from .core.config import Config, build_config, differing_keys, to_dict
 from .core.data import EvaluationLoader
 from .core.evaluation import Evaluator
 from .core.random_states import seed_generators
 from .core.ranks import Rank, StopRequest, from_main, gather_objects
 from .core.settings import CommandLine
-from .core.strategies import Strategy, set_backends, settle_precision
+from .core.strategies import Strategy, settle_precision
 from .core.task import Task
 from .errors import ConfigError
 from .files import RUNS_FOLDER, write_json, write_whole
@@ -96,18 +96,18 @@ def restore(
 ) -> tuple[dict[str, Any], Strategy, Any]:
     """Return the saved state, a strategy with its weights, and build()'s result."""
     state = read_once(lambda: {**load_checkpoint(path), "optimizer": {}})
-    config, source = settle_precision(config, rank), f"checkpoint {path}"
-    set_backends(config)
+    settle_precision(config, rank)
     seed_generators(config.seed)
     with rank.local_rank_first("data"):
         data = build()  # it may set data.fingerprint
-    check_same(state["config"], to_dict(config), ("model", "data.fingerprint"), source)
+    check_same(
+        state["config"], to_dict(config), ("model", "data.fingerprint"), f"checkpoint {path}"
+    )
     seed_generators(config.seed)  # as in training: a model may keep drawn numbers
     with rank.local_rank_first("model"):
         model = task.build_model(config.model)
     strategy = Strategy(config, rank)  # whole on each rank: nothing is shared in an evaluation
     strategy.prepare(model, None)
-    check_shapes(strategy.shapes, state["model"], source)
     strategy.set_weights(state.get("average", state["model"]))  # the average is of size=full
     return state, strategy, data
 

@@ -21,19 +21,12 @@ from .core.checkpoint import (
     CONTINUE,
     FORMAT_VERSION,
     CheckpointFolder,
-    check_shapes,
     export_weights,
     find_run,
+    lock_run,
     read_once,
-    run_lock,
 )
-from .core.checks import (
-    check_finite,
-    check_model,
-    check_replicas,
-    rehearse,
-    rehearse_last,
-)
+from .core.checks import check_finite, check_replicas, rehearse, set_training
 from .core.config import Config, differing_keys, to_dict
 from .core.data import TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -57,7 +50,7 @@ from .core.ranks import (
     unpack,
 )
 from .core.settings import NEEDS_FULL
-from .core.strategies import create_strategy, set_backends, settle_precision
+from .core.strategies import create_strategy, settle_precision
 from .core.task import Task, tell_of_names
 from .errors import ConfigError
 from .files import write_json
@@ -91,9 +84,8 @@ class Trainer:
     """Trains on one rank. All ranks must call the same methods in the same order."""
 
     def __init__(self, config: Config, rank: Rank, directory: Path, task: Task) -> None:
-        config = settle_precision(config, rank)
+        settle_precision(config, rank)
         self.config, self.rank, self.directory, self.task = config, rank, directory, task
-        set_backends(config)
         seed_generators(config.seed)
         with rank.local_rank_first("data"):
             train_data, validation_data, *_ = task.build_datasets(config.data)
@@ -120,7 +112,8 @@ class Trainer:
         self.startup_seconds: float | None = None
         seed_generators(config.seed)  # building the data sets may have drawn
         with rank.local_rank_first("model"):
-            model = check_model(task.build_model(config.model))
+            model = task.build_model(config.model)
+        set_training(model)
         task.on_epoch_begin(model, 0)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
@@ -129,7 +122,6 @@ class Trainer:
             problem += f" strategy={config.strategy} they wait for each other: that {NEEDS_FULL}"
             raise ConfigError(f"evaluate_batch in model.py: {problem}")
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
-        self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         tell_of_names(train_data, validation_data)
 
     @property
@@ -138,32 +130,32 @@ class Trainer:
 
     def fit(self, stop: StopRequest, started_at: float) -> int:
         """Start or continue the run. Return 0 at its end, or 130 or 143 if a signal stopped it."""
-        with run_lock(self.directory):
-            self.resume()
-            if self.is_complete and from_main((self.directory / "summary.json").exists):
-                remedy = "To train on, raise training.epochs or training.max_steps"
-                message = "run %s is complete: %d steps. %s; for a new run, choose another name=…"
-                logger.info(message, self.config.name, self.progress.step, remedy)
-                return 0
-            self.rehearse()
-            progress = self.progress
-            self.tracking = Tracking(
-                self.directory,
-                self.config,
-                self.rank,
-                step=progress.step,
-                total_steps=self.total_steps,
-                is_evaluation_pending=progress.is_evaluation_pending,
-            )
-            write_start(self.directory, self.config, self.rank)
-            self.loader.start(progress.epoch, progress.position)
-            self.clock = StepClock(self.num_samples_seen)
-            stop.listen()
-            try:
-                code = self.train(stop, started_at)
-            finally:
-                self.tracking.close()
-            self.finish(code, stop)
+        lock_run(self.directory)
+        self.resume()
+        if self.is_complete and from_main((self.directory / "summary.json").exists):
+            remedy = "To train on, raise training.epochs or training.max_steps"
+            message = "run %s is complete: %d steps. %s; for a new run, choose another name=…"
+            logger.info(message, self.config.name, self.progress.step, remedy)
+            return 0
+        self.rehearse()
+        progress = self.progress
+        self.tracking = Tracking(
+            self.directory,
+            self.config,
+            self.rank,
+            step=progress.step,
+            total_steps=self.total_steps,
+            is_evaluation_pending=progress.is_evaluation_pending,
+        )
+        write_start(self.directory, self.config, self.rank)
+        self.loader.start(progress.epoch, progress.position)
+        self.clock = StepClock(self.num_samples_seen)
+        stop.listen()
+        try:
+            code = self.train(stop, started_at)
+        finally:
+            self.tracking.close()
+        self.finish(code, stop)
         return code
 
     def train(self, stop: StopRequest, started_at: float) -> int:
@@ -309,7 +301,6 @@ class Trainer:
             elif former not in (None, now):
                 problem = f"was begun with {former} training samples, and there are {now} now"
                 raise ConfigError(f"{own_name}: {problem}. {CONTINUE}")
-            check_shapes(self.strategy.shapes, state["model"], own_name)
             self.strategy.load_state_dict(state)
             progress.step, progress.epoch = state["step"], state["epoch"]
             progress.position, progress.best = state["position"], state["best"]
@@ -337,9 +328,9 @@ class Trainer:
     def rehearse(self) -> None:
         """Try out training and evaluation. Raise ConfigError before anything is written."""
         progress, evaluation = self.progress, self.config.evaluation
-        first = self.loader.read_first(progress.epoch, progress.position)
+        self.loader.start(progress.epoch, progress.position)
+        first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)
-        rehearse_last(self.strategy, self.loader, self.task)
         if evaluation.every_epochs or evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
 

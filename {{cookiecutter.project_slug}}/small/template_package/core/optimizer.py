@@ -22,14 +22,13 @@ def choose_optimizer(task: Task, model: nn.Module, config: OptimizerConfig) -> O
     built: Any = (task.build_optimizer or build_optimizer)(model, config)
     optimizer = Optimizers(built) if isinstance(built, list | tuple) else built
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if strange := held - {*model.parameters()}:
-        problem = f"its optimizer has {len(strange)} parameters that the model does not hold"
+    if held - {*model.parameters()}:
+        problem = "its optimizer has parameters that the model does not hold, and no checkpoint"
         remedy = "Put the loss's module into the model, and call it in forward()"
-        raise ConfigError(f"build_optimizer in model.py: {problem}, and no checkpoint. {remedy}.")
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if missing := [name for name, p in trained if p not in held]:
-        message = "warning: no optimizer has these parameters, so they never change: %s"
-        logger.warning(message, missing[:5])
+        raise ConfigError(f"build_optimizer in model.py: {problem}. {remedy}.")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in held:
+            logger.warning("warning: %s never changes: no optimizer has it", name)
     return optimizer
 
 
@@ -37,10 +36,11 @@ class Optimizers(Optimizer):
     """Makes several optimizers look like one, with all their groups and a single state."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        groups = [{"params": [p for g in o.param_groups for p in g["params"]]} for o in optimizers]
-        super().__init__(groups, {})  # it refuses a parameter that two of them hold
-        self._optimizers = optimizers
-        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(
+            [{"params": group["params"]} for group in groups], {}
+        )  # it refuses doubles
+        self._optimizers, self.param_groups = optimizers, groups
         for optimizer in optimizers:
             optimizer.state = self.state
 
@@ -56,16 +56,16 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [{**group, "initial_lr": config.learning_rate} for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
     # One kernel for all tensors: a third of a small model's step. None: torch chooses.
-    is_sharded = any(isinstance(p, DTensor) for p in parameters)
-    can_fuse = all(p.device.type != "mps" and p.is_floating_point() for p in parameters)
-    fused = True if can_fuse and not (is_sharded and config.name == "sgd") else None
-    beta1, beta2 = config.betas
+    can_fuse = all(p.is_floating_point() and p.device.type != "mps" for p in parameters)
+    options: dict[str, Any] = {"lr": config.learning_rate, "fused": can_fuse or None}
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=beta1, fused=fused)
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            options["fused"] = None  # torch has no such kernel for sharded tensors
+        return torch.optim.SGD(groups, momentum=config.betas[0], **options)
     kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.learning_rate, betas=(beta1, beta2), fused=fused)
+    return kind(groups, betas=(config.betas[0], config.betas[1]), **options)
 
 
 def set_learning_rate(
@@ -77,10 +77,9 @@ def set_learning_rate(
     task: Task,
 ) -> None:
     """Set each group's rate: this step's part of the peak, times the group's initial rate."""
+    rate = learning_rate(schedule, peak, step, total_steps)
     if task.learning_rate is not None:
         rate = peak * float(task.learning_rate(step, total_steps))
-    else:
-        rate = learning_rate(schedule, peak, step, total_steps)
     for group in optimizer.param_groups:
         initial = group.setdefault("initial_lr", group["lr"])  # build_optimizer()'s own
         group["lr"] = rate if initial == peak or peak == 0 else rate * initial / peak
@@ -92,11 +91,10 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps:
     Linear warm-up reaches `peak` at step `warmup_steps`. Linear and cosine decay reach
     `min_learning_rate` one step after the last.
     """
-    warmup = schedule.warmup_steps
+    warmup, floor = schedule.warmup_steps, schedule.min_learning_rate
     warmup = warmup if warmup >= 1 else round(warmup * total_steps)
     if step <= warmup:
         return peak * step / warmup
-    floor = schedule.min_learning_rate
     progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
     if schedule.name == "constant":
         return peak
