@@ -102,11 +102,7 @@ class Trainer:
         self.evaluator = Evaluator(validation_data, "validation", config, rank, task)
         steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(steps, training.max_steps or steps)
-        # kept: a checkpoint's unknown entries
-        self.progress, self.kept = (
-            Progress(),
-            dict[str, Any](),
-        )
+        self.progress = Progress()
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
         self.startup_seconds: float | None = None
@@ -287,7 +283,7 @@ class Trainer:
                 }
                 own["random_states"] = [unpack(content) for content in states]
                 own |= {"format_version": FORMAT_VERSION, "config": to_dict(self.config)}
-                self.checkpoints.save({**self.kept, **state, **own}, is_best=is_best)
+                self.checkpoints.save(state | own, is_best=is_best)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one. Refuse one of another model or data."""
@@ -301,11 +297,13 @@ class Trainer:
             elif former not in (None, now):
                 problem = f"was begun with {former} training samples, and there are {now} now"
                 raise ConfigError(f"{own_name}: {problem}. {CONTINUE}")
+            if "average" in state:  # it would no longer follow the weights
+                problem = f"was begun with training.ema_decay, which {NEEDS_FULL}"
+                raise ConfigError(f"{own_name}: {problem}")
             self.strategy.load_state_dict(state)
             progress.step, progress.epoch = state["step"], state["epoch"]
             progress.position, progress.best = state["position"], state["best"]
             progress.is_evaluation_pending = counts.get("is_evaluation_pending", False)
-            self.kept = {key: value for key, value in state.items() if key == "average"}
             self.begin_epochs(progress.epoch if progress.position else progress.epoch - 1)
         # Each rank draws its own (dropout). A checkpoint of as many ranks holds where they were.
         seed_generators(derive_seed(config.seed, -1 - self.rank.rank, progress.step))

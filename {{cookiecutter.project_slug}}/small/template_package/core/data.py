@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, distributed, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from ..errors import ConfigError
 from .config import LoaderConfig
@@ -227,9 +227,7 @@ class Fetcher(Dataset[MicroBatch]):
     """
 
     _epoch = -1
-    _own: list[Any] | None = (
-        None  # the data set's generators, once this process has looked for them
-    )
+    _own: list[Any] | None = None  # the data set's generators, once they have been looked for
 
     def __init__(self, dataset: Any, task: Task, seed: int) -> None:
         self._dataset, self._task, self._seed = dataset, task, seed
@@ -256,12 +254,21 @@ class Fetcher(Dataset[MicroBatch]):
             for one in [self._dataset, *inner(self._dataset)]:
                 getattr(one, "set_epoch", lambda _: None)(request.epoch)
         self._epoch = request.epoch
-        if self._own is None:
-            roots = self._dataset, self._task.data_globals
-            self._own = generators_of(*roots)
-            self._read_seeded(request)  # some data sets make a generator when they are first read
-            self._own = generators_of(*roots)
-        return self._read_seeded(request)
+        if type(self._dataset) is TensorDataset and self._task.collate is default_collate:
+            index = torch.tensor(request.indices)
+            return [
+                tensor[index] for tensor in self._dataset.tensors
+            ]  # as collated; it draws nothing
+        if self._own is not None:
+            return self._read_seeded(request)
+        roots = self._dataset, self._task.data_globals
+        self._own = generators_of(*roots)
+        batch = self._read_seeded(request)
+        own = generators_of(*roots)
+        if len(own) > len(self._own):  # some data sets make a generator when they are first read
+            self._own = own
+            batch = self._read_seeded(request)
+        return batch
 
     def _read_seeded(self, request: Request) -> Any:
         items: Any = []

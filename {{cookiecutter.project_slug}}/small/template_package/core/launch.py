@@ -265,7 +265,9 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None
         if asked and not is_told:
             is_told = True
             with suppress(OSError):  # Ctrl-C has ended `2>&1 | tee log` too
-                print("\nasked to stop: saving within a few steps (Ctrl-C again: at once)", flush=True)
+                print(
+                    "\nasked to stop: saving within a few steps (Ctrl-C again: at once)", flush=True
+                )
             for rank in ranks:
                 rank.send_signal(signal.SIGTERM)
         time.sleep(0.05)

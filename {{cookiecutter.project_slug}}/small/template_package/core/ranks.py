@@ -78,8 +78,12 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
         rank = _join_launched(line, launch)
     if rank.device.type == "cuda":
         if not torch.cuda.is_available():
-            problem = f"torch {torch.__version__} cannot use it: is it built for this driver's CUDA?"
-            raise ConfigError(f"device_ids: {problem} Set device_ids=cpu, or install another torch.")
+            problem = (
+                f"torch {torch.__version__} cannot use it: is it built for this driver's CUDA?"
+            )
+            raise ConfigError(
+                f"device_ids: {problem} Set device_ids=cpu, or install another torch."
+            )
         torch.cuda.set_device(rank.device)  # NCCL's collectives use the current one
     if rank.world_size > 1:
         is_nccl = launch.backend == "nccl"
@@ -135,7 +139,9 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
         if local_rank == 0:
             devices = choose_devices(line, local_size)
             if len(devices.names) != local_size:
-                problem = f"names {len(devices.names)} devices, but torchrun started {local_size} ranks"
+                problem = (
+                    f"names {len(devices.names)} devices, but torchrun started {local_size} ranks"
+                )
                 raise ConfigError(f"device_ids: {problem} on this node. Make both numbers equal.")
             store.set(key, json.dumps(devices))
         devices = Devices(*json.loads(store.get(key)))
@@ -152,9 +158,7 @@ def num_usable_cores() -> int:
 # Collectives
 
 
-def all_reduce(
-    tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Tensor:
+def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over all ranks in place, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, operation)
@@ -223,7 +227,9 @@ class StopRequest:
         if self._received and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         if self._is_alone:
-            print("\nasked to stop: saving within a step (Ctrl-C again: at once)", file=sys.__stderr__)
+            print(
+                "\nasked to stop: saving within a step (Ctrl-C again: at once)", file=sys.__stderr__
+            )
         self._received = 128 + as_stop(number)
 
     def code(self) -> int:
@@ -234,7 +240,9 @@ class StopRequest:
         if self._work is not None:
             self._work.wait()
         code = int(self._sent)
-        self._sent = torch.tensor([self._received], dtype=torch.int32)  # on the CPU: gloo carries it
+        self._sent = torch.tensor(
+            [self._received], dtype=torch.int32
+        )  # on the CPU: gloo carries it
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
         return code
 

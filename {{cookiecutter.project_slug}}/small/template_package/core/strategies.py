@@ -22,7 +22,8 @@ from ..errors import ConfigError
 from .config import Config
 from .ranks import Rank, all_reduce
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm2d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORMS)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_LOADED = {"params", "initial_lr", "weight_decay", "betas", "momentum", "fused"}
@@ -148,7 +149,10 @@ class Strategy:
         try:
             self.module.load_state_dict(values)
         except RuntimeError as error:
-            raise ConfigError(f"{error}\nChange the model back, or choose another name=…") from None
+            problem = " ".join(str(error).split())
+            raise ConfigError(
+                f"{problem} Change the model back, or choose another name=…"
+            ) from None
 
     def _set_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Load rank 0's state of the optimizer on all ranks. torch's own function takes a step."""
@@ -224,9 +228,7 @@ class FsdpStrategy(Strategy):
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor, self.rank)
         norms: list[nn.Module] = []
-        if (
-            self.dtype is not None
-        ):  # BatchNorm fails with 16-bit weights; autocast wants fp32 for all
+        if self.dtype is not None:  # BatchNorm fails with 16-bit weights; autocast wants fp32 norms
             norms = [part for part in module.modules() if isinstance(part, NORMS)]
             torch.backends.mha.set_fastpath_enabled(False)  # it reads norms around their forward
         uses, units = uses_of(module), [*norms, *blocks(module), module]
