@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from baking import bake, plain_environment
 
 WORDS = ("logging.every_steps=1", "logging.tracker=none", "training.epochs=2", "name=run")

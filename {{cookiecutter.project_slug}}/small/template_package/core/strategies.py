@@ -22,8 +22,15 @@ from ..errors import ConfigError
 from .config import Config
 from .ranks import Rank, all_reduce
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-BATCH_NORMS += (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORMS)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_LOADED = {"params", "initial_lr", "weight_decay", "betas", "momentum", "fused"}
@@ -162,7 +169,7 @@ class Strategy:
             for former in saved["param_groups"]:
                 if {*names} & {*former["params"]}:
                     kept = {key: value for key, value in former.items() if key not in NOT_LOADED}
-                    group |= apply_to_collection(kept, Tensor, receive, self.rank)
+                    group.update(apply_to_collection(kept, Tensor, receive, self.rank))
             is_on_device = group.get("fused") or group.get("capturable")  # then so is its count
             for parameter, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(name, {})
