@@ -180,7 +180,7 @@ def install_example(
 ) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    The example `image` has no folder, because its files are in place already. left_out: files and keys that are skipped.
+    The example `image` has no folder: its files are in place. left_out: files and keys to skip.
     """
     folder = project / "examples" / example
     if not folder.is_dir():

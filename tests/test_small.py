@@ -57,7 +57,13 @@ def test_a_run_goes_on_and_is_evaluated_in_the_other_size(
 ) -> None:
     two = "device_ids=cpu,cpu"
     run(projects[first], tmp_path / "whole", two)
-    run(projects[first], tmp_path / "moved", two, "training.max_steps=25", "checkpoint.every_steps=5")
+    run(
+        projects[first],
+        tmp_path / "moved",
+        two,
+        "training.max_steps=25",
+        "checkpoint.every_steps=5",
+    )
     for path in (tmp_path / "moved" / "run" / "checkpoints").glob("step_*25.pt"):
         path.unlink()  # its last step is that of a run whose schedule ends there
     assert "resuming after step" in run(projects[second], tmp_path / "moved", two)

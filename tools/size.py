@@ -28,8 +28,8 @@ from baking import export_template, plain_environment, run_cookiecutter
 PACKAGE = "ddp_experiment"
 # of package and run.py in each size; README.md names them
 MAX_TOKENS = {
-    "small": 13_000,
-    "full": 51_800,
+    "small": 26_300,
+    "full": 52_500,
 }
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
@@ -89,17 +89,25 @@ def main() -> int:
         small_package, full_package = package_files(small), package_files(full)
         trainer = {"run.py", f"{PACKAGE}/trainer.py", *python_files(small, f"{PACKAGE}/core")}
         is_within_budget = [
-            print_files("small: package and run.py", small, small_package, 16, MAX_TOKENS["small"]),
+            print_files(
+                "small: package and run.py",
+                small,
+                small_package,
+                24,
+                MAX_TOKENS["small"],
+                aim_tokens=13_000,
+            ),
             print_files(
                 "small: run.py, trainer.py and core",
                 small,
                 trainer,
-                max_tokens=10_000,
-                max_lines=1_100,
+                max_tokens=23_000,
+                aim_tokens=10_000,
+                max_lines=3_250,
             ),
-            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_000),
+            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_100),
             *print_flows(
-                "small", small, Path(folder, "spy-small"), max_to_step=14, max_from_sigterm=8
+                "small", small, Path(folder, "spy-small"), max_to_step=17, max_from_sigterm=12
             ),
             print_files(
                 "full: package and run.py",
@@ -110,7 +118,7 @@ def main() -> int:
                 aim_tokens=42_000,
             ),
             print_files(
-                "full: tests", full, python_files(full, "tests"), 11, 11_750, aim_tokens=11_500
+                "full: tests", full, python_files(full, "tests"), 11, 11_800, aim_tokens=11_500
             ),
             print_files(
                 "full: modules that trainer.py imports", full, modules_of_trainer(full), 16

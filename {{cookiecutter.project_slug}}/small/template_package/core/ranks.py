@@ -39,7 +39,7 @@ class Rank:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
     store: Any = None  # key-value pairs that all ranks reach without a collective
 
     def __str__(self) -> str:
