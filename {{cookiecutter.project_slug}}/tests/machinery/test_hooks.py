@@ -492,8 +492,8 @@ def before_step(model: nn.Module, step: int, log: Any) -> None:
 def test_before_step_sees_averaged_gradients_and_does_not_shift_the_run(
     project: Project, strategy: str
 ) -> None:
-    words = ("device_ids=cpu,cpu", f"strategy={strategy}", "training.max_steps=4")
-    words = (*words, "training.max_gradient_norm=0.01", "model.dropout=0.3")
+    words = ["device_ids=cpu,cpu", f"strategy={strategy}", "training.max_steps=4"]
+    words += ["training.max_gradient_norm=0.01", "model.dropout=0.3"]
     project.run(*words, "name=plain")
     project.append("model.py", BEFORE)
     output = project.run(*words, "name=hooked")
