@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from template_package.core.launch import (
     PARENT,
+    STOP_SIGNALS,
     Devices,
+    as_stop,
     choose_devices,
     die_with_parent,
     start_ranks,
@@ -110,9 +112,9 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
 
 if __name__ == "__main__":
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
-    for name in (signal.SIGINT, signal.SIGTERM):  # torch's import would lose Ctrl-C
-        if signal.getsignal(name) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(name, lambda number, _: os._exit(128 + number))
+    for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
+        if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
+            signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -66,7 +66,8 @@ class CheckpointFolder:
 
     def newest_first(self) -> list[Path]:
         """Return the checkpoints to continue from, the latest step first and best.pt last."""
-        names = os.listdir(self.folder) if self.folder.exists() else []
+        # A link may lead to a disk that is away: then listdir raises.
+        names = os.listdir(self.folder) if os.path.lexists(self.folder) else []
         names = [name for name in names if re.fullmatch(r"(step_\d{8}|best)\.pt", name)]
         return [self.folder / name for name in sorted(names, reverse=True)]
 
@@ -76,8 +77,12 @@ class CheckpointFolder:
         self.folder.mkdir(exist_ok=True)
 
         def write(beside: Path) -> None:
-            with beside.open("wb") as file:  # given a path, torch does not tell of a full disk
-                torch.save(state, file)
+            with beside.open("wb") as file:
+                try:
+                    torch.save(state, file)
+                except RuntimeError as error:  # torch's own message does not tell of a full disk
+                    cause = error.__context__
+                    raise cause if isinstance(cause, OSError) else error from None
 
         write_whole(path, write)
         if not self._is_verified:  # a state that torch.load refuses could never be continued
