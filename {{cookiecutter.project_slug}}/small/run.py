@@ -6,7 +6,6 @@ torchrun --nproc-per-node=2 run.py              trains on two ranks that torchru
 python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
-import gc
 import os
 import signal
 import sys
@@ -93,7 +92,6 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
         config = build_config(line)
         place = join(line, config.launch, devices)
         code = run_fn(place.rank, place.world_size, config, place, line)
-        gc.collect()  # gloo hangs if DDP outlives the group
         leave()
         return code
     except ConfigError as error:

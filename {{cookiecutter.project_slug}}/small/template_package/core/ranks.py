@@ -259,7 +259,9 @@ class StopRequest:
 
 
 def leave() -> None:
-    """End the process group, once all ranks have come here: rank 0 may serve their store."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    """Wait until all ranks have come here, since rank 0 may serve their store.
+
+    The process group is not destroyed: os._exit() follows, and to end DDP and the loaders' workers
+    in order would take seconds.
+    """
+    all_reduce(torch.zeros(1))
