@@ -105,7 +105,7 @@ def main() -> int:
                 aim_tokens=10_000,
                 max_lines=3_250,
             ),
-            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_100),
+            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_150),
             *print_flows(
                 "small", small, Path(folder, "spy-small"), max_to_step=17, max_from_sigterm=12
             ),

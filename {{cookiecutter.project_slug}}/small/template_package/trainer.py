@@ -266,13 +266,13 @@ class Trainer:
     def save(self, stop: StopRequest, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step. All ranks must call this."""
         with self.clock.paused():
+            state = self.strategy.state_dict()  # first: FSDP drops what evaluation left gathered
             # A finite loss may have had a gradient that is not, so look at the weights too.
             weights = [w.detach().float() for w in self.strategy.module.parameters()]
             norm: Any = get_total_norm(weights)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             self.losses.append((norm.to(self.rank.device), self.progress.step))
             check_finite(self.losses, self.rank)
-            state = self.strategy.state_dict()
             states = gather_objects(pack(get_random_states(self.rank.device)))
             stop.beat()
             if states is not None:

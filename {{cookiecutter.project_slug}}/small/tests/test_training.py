@@ -106,3 +106,24 @@ def test_other_settings_under_the_same_name_are_refused(project: Project) -> Non
     assert "is complete" in project.run("training.epochs=1")
     output = project.run("evaluate", "evaluation.split=test")
     assert "test split (11 samples)" in output
+
+
+EVAL = """
+
+former_build = build_model
+
+
+def build_model(config):
+    model = former_build(config)
+    model[2].eval()
+    return model
+
+
+def after_step(model, step, log):
+    assert model.training and not model[2].training
+"""
+
+
+def test_part_that_build_model_puts_in_eval_mode_stays_there(project: Project) -> None:
+    project.append("model.py", EVAL)
+    project.run("training.epochs=1", "evaluation.every_steps=2")

@@ -25,7 +25,8 @@ def set_training(model: nn.Module) -> None:
         is_loaded = hasattr(part, "from_pretrained") and any(
             p.requires_grad for p in part.parameters()
         )
-        if part is model or is_loaded:
+        # A part that build_model() has put in eval mode stays there.
+        if not part.training and (part is model or is_loaded):
             part.train()
 
 

@@ -54,9 +54,10 @@ class Evaluator:
     def _metrics(self) -> Any:
         from torchmetrics import Metric, MetricCollection  # here, since it takes seconds
 
-        built = self._task.build_metrics(self._config.model)
-        # A rank's first batch would form the groups of metrics that share a state.
-        metrics = MetricCollection(dict(built.items()), compute_groups=False).to(self._rank.device)
+        metrics = self._task.build_metrics(self._config.model).to(self._rank.device)
+        for part in metrics.modules():
+            if isinstance(part, MetricCollection) and part._enable_compute_groups is True:
+                part._enable_compute_groups = False  # a rank's first batch would form the groups
         self._parts = [part for part in metrics.modules() if isinstance(part, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_metrics() gathers the states
@@ -88,14 +89,15 @@ class Evaluator:
                 except Exception:  # it only looks on
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
                     logger.warning(message, exc_info=True)
-            figures |= self._compute_metrics()
+            if num_parts != 2:
+                figures |= self._compute_metrics()
         for part, is_training in modes:
             if part.training != is_training:  # what build_model() left in eval mode stays there
                 part.train(is_training)
         return figures
 
     def rehearse(self, strategy: Strategy) -> None:
-        """Evaluate one micro-batch, and its halves. Raise ConfigError if metric or mode is wrong."""
+        """Evaluate a micro-batch, and its halves' loss. Raise ConfigError for a wrong metric or mode."""
         halves, whole = self.run(strategy, num_parts=2), self.run(strategy, num_parts=1)
         is_cpu = self._rank.device.type == "cpu"
         # A fresh model's samples have nearly equal losses, which hides much.
@@ -131,7 +133,7 @@ class Evaluator:
                 figures = figures_of(task, loss, outputs, batch)
                 if task.evaluate_batch is not None:
                     outputs = task.evaluate_batch(module, batch)
-            if len(self._metrics) and request.num_samples:
+            if len(self._metrics) and request.num_samples and num_parts != 2:
                 task.update_metrics(self._metrics, outputs, batch)
             weight = loss_weight_of((batch, request), task, module, self._rank)
             values = torch.stack([value.to(weight) for value in figures.values()])
