@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from .config import Config, differing_keys, settings_without_effect, to_dict
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
-from .errors import ConfigError, StopRun
+from .errors import StopRun
 from .launching.distributed import RankContext, all_reduce, from_main
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
@@ -39,7 +39,7 @@ from .training.checks import (
     rehearse_last,
 )
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_before_step, figures_of, total_of
+from .training.hooks import call_after_step, call_before_step, figures_of, total_of, watch_gradients
 from .training.optimization import WeightAverage, choose_optimizer
 from .training.progress import Progress, StepClock
 from .training.run_files import (
@@ -91,11 +91,7 @@ class Trainer:
         # epochs for which this process called on_epoch_begin() of model.py
         self.num_epochs_begun = 1
         self.strategy = create_strategy(config, context)
-        if task.before_step is not None:
-            if not self.strategy.has_gradients:
-                rule = f"strategy={config.strategy} shows no gradients. Take it out, or set strategy=ddp"
-                raise ConfigError(f"before_step in model.py: {rule}.")
-            self.strategy.before_clipping = self.call_before_step
+        watch_gradients(task, self.strategy, self.call_before_step)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         ema, total_steps = training.ema_decay, self.total_steps

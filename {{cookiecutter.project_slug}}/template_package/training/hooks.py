@@ -1,6 +1,7 @@
 """Calls the optional functions of model.py for the trainer."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ..core.random_states import generators_restored
 from ..core.task import Task
+from ..errors import ConfigError
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,17 @@ def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Ten
     total, terms = total_of(loss), loss if isinstance(loss, dict) else {}
     figures = {"loss": total, **terms, **means}
     return {name: value.detach().to(total.device) for name, value in figures.items()}
+
+
+def watch_gradients(task: Task, strategy: Strategy, call: Callable[[], object]) -> None:
+    """Let the strategy call before_step() of model.py, if there is one. Raise ConfigError if it cannot."""
+    if task.before_step is not None:
+        if not strategy.has_gradients:
+            remedy = "Take it out, or set strategy=ddp"
+            raise ConfigError(
+                f"before_step in model.py: this strategy shows no gradients. {remedy}."
+            )
+        strategy.before_clipping = call
 
 
 def call_before_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
