@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,32 @@ def test_a_run_goes_on_and_is_evaluated_in_the_other_size(
     result = json.loads((tmp_path / "whole" / "run" / "evaluation.json").read_text("utf-8"))
     best = [line for line in lines_of(tmp_path / "whole") if line["step"] == result["step"]][-1]
     assert result["accuracy"] == best["accuracy"] and result["loss"] == best["loss"]
+
+
+def test_nodes_of_a_small_run_that_would_train_something_else_are_refused(
+    projects: dict[str, Path], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank, seed in enumerate(("seed=1", "seed=2")):
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "GROUP_RANK": str(rank),
+        }
+        variables |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables |= {"DDP_RUNS_FOLDER": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "run.py", "device_ids=cpu", seed, *WORDS],
+                cwd=projects["small"],
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                env=plain_environment(variables),
+            )
+        )
+    told = "".join(rank.communicate(timeout=100)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [2, 2], told
+    assert told.count("rank 1 would not train what rank 0 does: seed differ") == 1, told

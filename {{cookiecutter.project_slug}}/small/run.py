@@ -14,18 +14,28 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from template_package.core.launch import (
-    PARENT,
-    STOP_SIGNALS,
-    Devices,
-    as_stop,
-    choose_devices,
-    die_with_parent,
-    start_ranks,
-    tell_failure,
-)
-from template_package.core.settings import CommandLine, read_command_line
-from template_package.errors import ConfigError
+try:
+    from template_package.core.launch import (
+        PARENT,
+        STOP_SIGNALS,
+        Devices,
+        as_stop,
+        choose_devices,
+        die_with_parent,
+        start_ranks,
+        tell_failure,
+    )
+    from template_package.core.settings import (
+        CommandLine,
+        read_command_line,
+    )
+    from template_package.errors import ConfigError
+except (ModuleNotFoundError, AttributeError) as missing:
+    text = f"{missing}. Type: python -m pip install -c constraints.txt -e ."
+    if not hasattr(signal, "SIGHUP"):
+        text = "Windows is not supported by itself. Type the command in WSL 2."
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 if TYPE_CHECKING:  # the process that starts the ranks does not import torch
     from template_package.core.config import Config
@@ -86,11 +96,13 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             die_with_parent(int(os.environ.get(PARENT, os.getppid())))
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
-        from template_package.core.config import build_config
-        from template_package.core.ranks import join, leave
+        from template_package.core.config import build_config, to_dict
+        from template_package.core.ranks import check_alike, join, leave
 
         config = build_config(line)
         place = join(line, config.launch, devices)
+        if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
+            check_alike(to_dict(config))
         code = run_fn(place.rank, place.world_size, config, place, line)
         leave()
         return code

@@ -290,11 +290,11 @@ class Trainer:
         state = read_once(partial(find_run, self.config, self.checkpoints))
         config, progress, own_name = self.config, self.progress, f"name={self.config.name}"
         if state:
-            counts = state.get("early_stopping", {})
-            former, now = counts.get("num_samples"), self.loader.num_samples
             if state.pop("is_of_other_run", False):
                 state |= self.recount(state)
-            elif former not in (None, now):
+            counts, now = state["early_stopping"], self.loader.num_samples
+            former = counts.get("num_samples", now)
+            if former != now:
                 problem = f"was begun with {former} training samples, and there are {now} now"
                 raise ConfigError(f"{own_name}: {problem}. {CONTINUE}")
             if "average" in state:  # it would no longer follow the weights
@@ -321,7 +321,8 @@ class Trainer:
         if position >= self.loader.num_samples:  # that run had more data
             epoch, position = epoch + 1, 0
         step = epoch * self.loader.steps_per_epoch + position // size
-        return {"step": step, "epoch": epoch, "position": position - position % size, "best": None}
+        counts = {"step": step, "epoch": epoch, "position": position - position % size}
+        return counts | {"best": None, "early_stopping": {}}
 
     def rehearse(self) -> None:
         """Try out training and evaluation. Raise ConfigError before anything is written."""

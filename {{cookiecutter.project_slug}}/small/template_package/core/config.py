@@ -107,9 +107,8 @@ class CheckpointConfig:
     every_epochs: Positive | None = 1
     every_steps: Positive | None = None
     keep_last: Positive | None = 3  # how many, besides best.pt; null: all
-    resume: Text = (
-        "auto"  # auto (continue runs/<name>), never, or a path (a new run from that file)
-    )
+    # auto (continue runs/<name>), never, or a path (a new run from that file)
+    resume: Text = "auto"
 
 
 @dataclass

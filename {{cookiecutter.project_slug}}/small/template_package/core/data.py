@@ -256,9 +256,8 @@ class Fetcher(Dataset[MicroBatch]):
         self._epoch = request.epoch
         if type(self._dataset) is TensorDataset and self._task.collate is default_collate:
             index = torch.tensor(request.indices)
-            return [
-                tensor[index] for tensor in self._dataset.tensors
-            ]  # as collated; it draws nothing
+            # as collated; it draws nothing
+            return [tensor[index] for tensor in self._dataset.tensors]
         if self._own is not None:
             return self._read_seeded(request)
         roots = self._dataset, self._task.data_globals

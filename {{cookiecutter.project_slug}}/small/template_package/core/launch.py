@@ -36,7 +36,6 @@ ENDED_EARLY = (-signal.SIGTERM, -signal.SIGUSR1)
 """Those of a rank that was asked before it trained."""
 PARENT, FAILURES, LISTENER, DEVICES = "DDP_PARENT", "DDP_FAILURES", "DDP_LISTENER", "DDP_DEVICES"
 """Variables for the ranks of start_ranks(), besides torchrun's."""
-_locks: dict[str, socket.socket] = {}  # on GPUs, as long as this process lives
 
 
 class Devices(NamedTuple):
@@ -85,7 +84,8 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
             rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo"
             raise ConfigError(f"device_ids={one_line(typed)}: {rule}.")
         for gpu in set(chosen):
-            lock(gpu.uuid)  # another run may hold it: who names a GPU gets it
+            if holder := lock(gpu.uuid):  # another run may hold it: who names a GPU gets it
+                holder.detach()
     else:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
         chosen = _free(gpus, line, number)
@@ -122,27 +122,34 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
         gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
     chosen: list[Gpu] = []
     deadline = time.monotonic() + 10
-    while not lock("chooser") and time.monotonic() < deadline:
-        time.sleep(0.01)  # of two runs that choose at the same time, one gets all that it asks for
+    chooser = lock(
+        "chooser"
+    )  # of two runs that choose at the same time, one gets all that it asks for
+    while chooser is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        chooser = lock("chooser")
     for gpu in sorted(gpus, key=lambda gpu: -gpu.free_memory):
-        if (len(chosen) < number or not number) and (lock(gpu.uuid) or is_shared):
-            chosen.append(gpu)
-    if holder := _locks.pop("chooser", None):
-        holder.close()
+        if len(chosen) < number or not number:
+            holder = lock(gpu.uuid)
+            if holder is not None:
+                holder.detach()  # never closed: held until this process ends
+            if holder is not None or is_shared:
+                chosen.append(gpu)
+    if chooser is not None:
+        chooser.close()
     return sorted(chosen, key=lambda gpu: gpu.index)
 
 
-def lock(name: str) -> bool:
-    """Lock a GPU until this process ends. Return False if another run has locked it."""
+def lock(name: str) -> socket.socket | None:
+    """Return a lock that lasts until it is closed, or None if another run holds it."""
     holder = socket.socket(socket.AF_UNIX)
     try:
         if name and sys.platform == "linux":
             holder.bind(f"\0ddp-template-gpu/{name}")  # the \0 makes it abstract
     except OSError:
         holder.close()
-        return False
-    _locks[name] = holder
-    return True
+        return None
+    return holder
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:

@@ -195,10 +195,11 @@ class _Output(io.FileIO):
         self._log = log
 
     def write(self, content: Any) -> int:
+        # the disk may be full
         with (
             suppress(OSError),
             tqdm.external_write_mode(file=sys.__stderr__),
-        ):  # the disk may be full
+        ):
             super().write(content)
         if self._log is not None:
             self._log.write(content)

@@ -37,9 +37,8 @@ class Optimizers(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        super().__init__(
-            [{"params": group["params"]} for group in groups], {}
-        )  # it refuses doubles
+        # it refuses doubles
+        super().__init__([{"params": group["params"]} for group in groups], {})
         self._optimizers, self.param_groups = optimizers, groups
         for optimizer in optimizers:
             optimizer.state = self.state

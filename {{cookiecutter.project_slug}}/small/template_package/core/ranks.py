@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -240,9 +242,8 @@ class StopRequest:
         if self._work is not None:
             self._work.wait()
         code = int(self._sent)
-        self._sent = torch.tensor(
-            [self._received], dtype=torch.int32
-        )  # on the CPU: gloo carries it
+        # on the CPU: gloo carries it
+        self._sent = torch.tensor([self._received], dtype=torch.int32)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
         return code
 
@@ -256,6 +257,23 @@ class StopRequest:
         faulthandler.cancel_dump_traceback_later()
         if self._work is not None:
             self._work.wait()
+
+
+def check_alike(config: dict[str, Any]) -> None:
+    """Raise ConfigError on all ranks if the settings or the source files of their nodes differ."""
+    package = Path(__file__).parents[1]
+    own = {key: value for key, value in config.items() if key not in ("launch", "device_ids")}
+    for path in package.rglob("*.py"):
+        own[str(path.relative_to(package))] = crc32(path.read_bytes())
+    parts = gather_objects(own)
+
+    def compare() -> None:
+        for number, other in enumerate(parts or []):
+            if names := [name for name in own | other if own.get(name) != other.get(name)]:
+                problem = f"rank {number} would not train what rank 0 does: {', '.join(names[:5])}"
+                raise ConfigError(f"{problem} differ between nodes. Make them alike.")
+
+    from_main(compare)
 
 
 def leave() -> None:
