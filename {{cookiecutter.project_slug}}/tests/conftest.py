@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package.config import load_config  # noqa: F401 - tests of your files import it
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = "template_package"
 WORKLOAD = Path(__file__).parent / "workload"
@@ -131,6 +129,13 @@ def children(pid: int) -> list[int]:
         if int(parent) == pid and state != "Z":
             found.append(int(path.parent.name))
     return found
+
+
+def load_config(path: Path, words: Sequence[str]) -> Any:
+    """Read a config file and key=value words as `python run.py` does."""
+    from template_package import config  # the helpers above also serve where no project is
+
+    return config.load_config(path, words)
 
 
 @dataclass
