@@ -70,6 +70,7 @@ SMALL_KEEPS = {
     "template_package": [
         "__init__.py",
         "core/random_states.py",
+        "core/ranks.py",
         "core/task.py",
         "core/__init__.py",
         "dataset.py",

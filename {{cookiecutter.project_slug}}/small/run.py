@@ -47,8 +47,8 @@ STARTED_AT = time.time()
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package import commands
+    from template_package.core.group import StopRequest
     from template_package.core.logs import rank_log
-    from template_package.core.ranks import StopRequest
     from template_package.core.task import find_task
     from template_package.files import run_directory
     from template_package.trainer import Trainer
@@ -97,7 +97,7 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
         from template_package.core.config import build_config, to_dict
-        from template_package.core.ranks import check_alike, join, leave
+        from template_package.core.group import check_alike, join, leave
 
         config = build_config(line)
         place = join(line, config.launch, devices)

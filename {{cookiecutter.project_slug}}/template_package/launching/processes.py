@@ -56,11 +56,6 @@ class Failure(NamedTuple):
     is_silent: bool = False  # it was killed, and could not say why
 
 
-def num_usable_cores() -> int:
-    """Return how many CPU cores this process is allowed to use. A scheduler can set a limit below the total."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def start_fork_server() -> None:
     """Start the server that will fork the ranks. It imports slow packages while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.

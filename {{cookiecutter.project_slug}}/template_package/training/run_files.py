@@ -16,9 +16,10 @@ import torch
 import yaml
 
 from ..config import Config, to_dict
+from ..core.ranks import from_main, gather_objects
 from ..errors import ConfigError
 from ..files import write_json, write_whole
-from ..launching.distributed import RankContext, from_main, gather_objects
+from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
 from .checkpoint import CheckpointFolder, export_weights
 
