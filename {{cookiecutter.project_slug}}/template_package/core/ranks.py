@@ -7,9 +7,10 @@ import io
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +60,15 @@ class Rank:
 
 
 def num_usable_cores() -> int:
-    is_linux = hasattr(os, "sched_getaffinity")  # a scheduler may allow fewer than there are
-    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    """Return how many cores this process may use: a scheduler or a container may allow a few."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    number = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or no quota ("max")
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("0::/")[2]
+        quota, period = Path("/sys/fs/cgroup", group, "cpu.max").read_text().split()
+        number = max(1, min(number, int(quota) // int(period)))
+    return number
 
 
 def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -26,9 +26,8 @@ current = RankContext()  # the context of this process, which launch() sets befo
 
 def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
     """Return the RankContext that launch() made for this process. Fail if the arguments contradict that context."""
-    assert (rank, world_size) == (current.rank, current.world_size), (
-        "run_fn was not started by launch()"
-    )
+    if (rank, world_size) != (current.rank, current.world_size):
+        raise RuntimeError("run_fn was not started by launch()")
     return current
 
 

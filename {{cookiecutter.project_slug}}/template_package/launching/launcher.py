@@ -153,7 +153,9 @@ def _run_rank(
         )
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     # one rank has all cores by itself, and MKL is slower once it is told a number
-    if context.local_world_size > 1:
+    own_threads = os.environ.get("OMP_NUM_THREADS")
+    is_own = own_threads is not None and (own_threads != "1" or console is None)  # torchrun's 1
+    if context.local_world_size > 1 and not is_own:
         torch.set_num_threads(max(1, num_usable_cores() // context.local_world_size))
     # A second connection, opened now: another thread may block the first, and to look for a lost store takes minutes.
     store = context.store.clone()

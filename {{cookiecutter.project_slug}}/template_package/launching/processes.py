@@ -159,6 +159,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         signal.signal(number, lambda number, _: early_requests.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
         # the launching process alone keeps the fork server, this rank's parent, alive
         os.close(alive)

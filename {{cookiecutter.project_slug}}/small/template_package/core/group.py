@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .config import LaunchConfig
-from .launch import DEVICES, LISTENER, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .launch import DEVICES, LISTENER, PARENT, STOP_SIGNALS, Devices, as_stop, choose_devices
 from .ranks import Rank, all_reduce, from_main, gather_objects, num_usable_cores
 from .settings import CommandLine
 
@@ -73,8 +73,10 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if world_size == local_size:  # one machine, whose name may lead anywhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
-    torch.set_num_threads(max(1, num_usable_cores() // local_size))
+    own_threads = os.environ.get("OMP_NUM_THREADS")
+    if own_threads is None or (own_threads == "1" and PARENT not in os.environ):  # torchrun's 1
+        # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
+        torch.set_num_threads(max(1, num_usable_cores() // local_size))
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served: Any = {}
     if listener := os.environ.get(LISTENER):
