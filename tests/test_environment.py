@@ -158,3 +158,12 @@ def test_quota_of_a_container_counts(
     line = f'mount --bind {tmp_path} /sys/fs/cgroup && exec {sys.executable} -c "{count}"'
     code, printed = run(project, "unshare", "--mount", "sh", "-c", line)
     assert (code, printed) == (0, f"{expected or len(os.sched_getaffinity(0))}\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the host's name")
+def test_torchrun_trains_on_a_host_whose_name_leads_nowhere(project: Path, tmp_path: Path) -> None:
+    words = f"scripts/torchrun.sh {TWO} {' '.join(SHORT)}"
+    line = f"hostname no-such-host.invalid && exec {words}"
+    variables = {"PYTHON": sys.executable, "DDP_RUNS_FOLDER": str(tmp_path)}
+    code, printed = run(project, "unshare", "--uts", "sh", "-c", line, **variables)
+    assert code == 0 and "complete: 2 steps" in printed, printed
