@@ -69,9 +69,11 @@ SMALL_KEEPS = {
     "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
     "template_package": [
         "__init__.py",
-        "core/random_states.py",
-        "core/task.py",
         "core/__init__.py",
+        "core/config.py",
+        "core/random_states.py",
+        "core/settings.py",
+        "core/task.py",
         "dataset.py",
         "errors.py",
         "files.py",
