@@ -69,10 +69,12 @@ SMALL_KEEPS = {
     "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
     "template_package": [
         "__init__.py",
+        "core/__init__.py",
+        "core/config.py",
         "core/random_states.py",
         "core/ranks.py",
+        "core/settings.py",
         "core/task.py",
-        "core/__init__.py",
         "dataset.py",
         "errors.py",
         "files.py",

@@ -74,7 +74,7 @@ def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) 
     commands = import_module("template_package.commands")
 
     def load_config(config: Path, words: list[str]) -> None:
-        commands.CommandLine(config, "smoke", words).load_config()
+        commands.parse_command_line(words, config).load_config()
 
     config, num_settings = ROOT / PROJECT / "config.yaml", 0
     for row in re.findall(

@@ -30,15 +30,16 @@ def page() -> str:
     config = import_module("template_package.config")
     schema, defaults = (
         TypeAdapter(config.Config).json_schema(),
-        config.to_dict(config.build_config({})),
+        import_module("template_package.core.config").values_of({}, config.Config),
     )
-    files = import_module("template_package.config_file").available_files
+    files = import_module("template_package.optional_files").available_files
     schema["properties"]["strategy"] = {"enum": files("strategies")}
     schema["$defs"]["LoggingConfig"]["properties"]["tracker"]["items"] = {
         "enum": ["none", *files("tracking")]
     }
     notes, parts, top = comments(), [HEAD], [["key", "default", "values", "meaning"]]
-    for name, entry in schema["properties"].items():
+    names = [note.partition(".")[0] for note in notes]  # in the order of config.yaml
+    for name, entry in sorted(schema["properties"].items(), key=lambda it: names.index(it[0])):
         reference = entry.get("$ref", "").rpartition("/")[2]
         if not reference:
             top.append(
@@ -51,10 +52,16 @@ def page() -> str:
             )
         elif name not in ("data", "model"):
             rows = [["key", "default", "values", "meaning"]]
-            for key, item in schema["$defs"][reference]["properties"].items():
-                dotted = f"{name}.{key}"
+            section = schema["$defs"][reference]["properties"]
+            for dotted in [note for note in notes if note.startswith(f"{name}.")]:
+                key = dotted.removeprefix(f"{name}.")
                 rows.append(
-                    [f"`{dotted}`", f"`{text(defaults[name][key])}`", values(item), notes[dotted]]
+                    [
+                        f"`{dotted}`",
+                        f"`{text(defaults[dotted])}`",
+                        values(section[key]),
+                        notes[dotted],
+                    ]
                 )
             about = f"{notes[name][:1].upper()}{notes[name][1:]}.\n\n" if name in notes else ""
             parts.append(f"## {name}\n\n{about}{table(rows)}")
@@ -86,6 +93,7 @@ def values(entry: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in entry.get("enum", [entry.get("const")]))
     low = f" from {entry['minimum']:g}" if "minimum" in entry else ""
     low = f" above {entry['exclusiveMinimum']:g}" if "exclusiveMinimum" in entry else low
+    low = " from 1" if entry.get("type") == "integer" and low == " above 0" else low
     high = f" to {entry['maximum']:,}" if entry.get("maximum", 2**60) < 2**60 else ""
     high = (
         f" below {entry['exclusiveMaximum']:g}"

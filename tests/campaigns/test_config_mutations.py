@@ -175,7 +175,7 @@ def mutate(path: Path, original: str, keys: list[str], choose: random.Random) ->
 
 def rule_of(line: str, names: set[str]) -> str:
     """Return an error message's rule without keys, sections, values and remedy, so that each rule has one text."""
-    if (unreadable := "not readable as YAML") in line:
+    if (unreadable := "cannot be read") in line:
         return unreadable
     rule = re.sub(r"(?<=\w)=\S+|(?<=byte )\d+", "…", line.partition(". ")[0].rpartition(": ")[2])
     return re.sub(rf"\b({'|'.join(names)}|the config)\b", "…", rule)

@@ -63,7 +63,7 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
         if line.command == "evaluate":
             commands.evaluate(config, place, directory, task, stop)
         elif line.command == "predict":
-            commands.predict(line.source, config, place, directory, task, stop)
+            commands.predict(line.rest[0], config, place, directory, task, stop)
         else:
             code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
         stop.close()
@@ -96,10 +96,10 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             die_with_parent(int(os.environ.get(PARENT, os.getppid())))
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
-        from template_package.core.config import build_config, to_dict
+        from template_package.core.config import Config, build_config, to_dict
         from template_package.core.group import check_alike, join, leave
 
-        config = build_config(line)
+        config = build_config(line, Config)
         place = join(line, config.launch, devices)
         if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
             check_alike(to_dict(config))

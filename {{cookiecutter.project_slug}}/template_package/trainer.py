@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .config import Config, differing_keys, settings_without_effect, to_dict
+from .config import Config, differing_keys, settings_without_effect
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
@@ -307,15 +307,9 @@ class Trainer:
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            # devices and `launch` belong to a start, and to a node
-            former, own = (
-                state["config"],
-                to_dict(self.config),
-            )
-            for change in differing_keys(
-                former, own | {key: former[key] for key in ("device_ids", "launch")}
-            ):
-                logger.info("changed since: %s", change)
+            for key, change in differing_keys(state["config"], self.config).items():
+                if not key.startswith(("device_ids", "launch.")):  # they belong to a start
+                    logger.info("changed since: %s: %s", key, change)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from template_package.config import LoaderConfig
+from template_package.core.config import LoaderConfig
 from template_package.core.data import (
     EvaluationLoader,
     MicroBatch,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
-from .core.config import Config, build_config, differing_keys, to_dict
+from .core.config import Config, build_config, differing_keys
 from .core.data import EvaluationLoader
 from .core.evaluation import Evaluator
 from .core.group import StopRequest
@@ -36,7 +36,7 @@ def evaluate(config: Config, rank: Rank, directory: Path, task: Task, stop: Stop
     path, split = find_checkpoint(config, directory), config.evaluation.split
     build = partial(task.build_datasets, config.data)
     state, strategy, datasets = restore(path, config, rank, task, build)
-    for key, change in differing_keys(state["config"], to_dict(config)).items():
+    for key, change in differing_keys(state["config"], config).items():
         if key.startswith("data."):
             message = "warning: %s was trained with another %s (%s). It may have seen this split."
             logger.warning(message, path, key, change)
@@ -101,9 +101,7 @@ def restore(
     seed_generators(config.seed)
     with rank.local_rank_first("data"):
         data = build()  # it may set data.fingerprint
-    check_same(
-        state["config"], to_dict(config), ("model", "data.fingerprint"), f"checkpoint {path}"
-    )
+    check_same(state["config"], config, ("model", "data.fingerprint"), f"checkpoint {path}")
     seed_generators(config.seed)  # as in training: a model may keep drawn numbers
     with rank.local_rank_first("model"):
         model = task.build_model(config.model)
@@ -141,7 +139,7 @@ SHORT = """
 
 def smoke(line: CommandLine) -> int:
     """Train, save, resume and evaluate on two CPU ranks. Print PASSED, or FAILED and why."""
-    build_config(line)  # a mistake in it is one line
+    build_config(line, Config)  # a mistake in it is one line
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     runs = FOLDER / "runs"

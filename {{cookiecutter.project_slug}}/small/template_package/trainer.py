@@ -303,7 +303,7 @@ class Trainer:
             set_random_states(state["random_states"][self.rank.rank], self.rank.device)
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", progress.step, self.total_steps)
-            for key, change in differing_keys(state["config"], to_dict(config)).items():
+            for key, change in differing_keys(state["config"], config).items():
                 if not key.startswith(("device_ids", "launch.")):  # they belong to a start
                     logger.info("changed since: %s: %s", key, change)
 

@@ -30,7 +30,7 @@ logging: {every_steps: 1, tracker: none}
 
 def load_config(path: Path, words: list[str]) -> Config:
     """Read a config file and key=value words as `python run.py` does."""
-    return build_config(read_command_line(words, path))
+    return build_config(read_command_line(words, path), Config)
 
 
 def clean_environment() -> dict[str, str]:

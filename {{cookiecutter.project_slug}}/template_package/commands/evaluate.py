@@ -6,14 +6,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, differing_keys, to_dict
-from ..config_file import available_files
+from ..config import Config
+from ..core.config import differing_keys, to_dict
 from ..core.ranks import from_main
 from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, rank_context
+from ..optional_files import available_files
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
@@ -48,13 +49,10 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
         state, strategy, datasets = restore(
             path, config, context, task, lambda: build_datasets(task, config, context)
         )
-        if lines := differing_keys(
-            {"data": state["config"]["data"]}, {"data": to_dict(config)["data"]}
-        ):
-            message = (
-                "%s was trained with other values: %s. It may have seen samples of this split."
-            )
-            logger.warning(message, path, "; ".join(lines))
+        for key, change in differing_keys(state["config"], config).items():
+            if key.startswith("data."):
+                message = "%s was trained with another %s (%s). It may have seen this split."
+                logger.warning(message, path, key, change)
         splits, split = (
             dict(zip(("train", "validation", "test"), datasets, strict=False)),
             config.evaluation.split,
@@ -102,7 +100,7 @@ def restore(
     data = build()  # it may set data.fingerprint
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
-    check_same(stored, to_dict(config), ("model", "data.fingerprint"), name, remedy)
+    check_same(stored, config, ("model", "data.fingerprint"), name, remedy)
     # as in training: a model may keep drawn numbers that no checkpoint holds
     seed_generators(config.seed)
     with context.local_rank_first("model"):

@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(line: CommandLine) -> int:
-    if len(line.rest) != 1:
-        raise ConfigError(
-            f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'."
-        )
     task = find_task()
     for file, name in (("dataset.py", "read_inputs"), ("model.py", "predict")):
         if getattr(task, name) is None:

@@ -32,9 +32,8 @@ def main(line: CommandLine) -> int:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     try:
-        num_samples = _train_resume_evaluate(
-            [f"--config={line.config_path}", *line.overrides, *SMALL.split()]
-        )
+        configs = [f"--config={path}" for path in line.config_paths]
+        num_samples = _train_resume_evaluate([*configs, *line.words, *SMALL.split()])
     except (AssertionError, subprocess.TimeoutExpired) as error:
         shutil.rmtree(FOLDER / "runs", ignore_errors=True)
         print(f"{error}\nsmoke test: FAILED ({FOLDER / 'log.txt'} has the whole output)")

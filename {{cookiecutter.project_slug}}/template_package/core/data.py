@@ -37,10 +37,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ..config import LoaderConfig
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
 from ..launching.processes import STOP_SIGNALS, die_with_parent, signals_blocked
+from .config import LoaderConfig
 from .random_states import (
     derive_seed,
     generators_of,

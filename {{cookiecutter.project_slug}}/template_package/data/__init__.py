@@ -6,12 +6,12 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from ..config import Config
-from ..config_file import available_files
 from ..core.data import TrainLoader, is_stream
 from ..core.random_states import seed_generators
 from ..core.task import Task, inner
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
+from ..optional_files import available_files
 from .orders import find_order
 
 

@@ -1,6 +1,6 @@
 """Translates other tools' keys and values, and flags such as `--lr 1e-3`, into this project's settings.
 
-The words are in other_words.yaml. Delete both files if you like: config.py then suggests similar names only.
+The words are in other_words.yaml. Delete both files if you like: core/config.py then suggests similar names only.
 """
 
 import re
@@ -9,8 +9,26 @@ from pathlib import Path
 
 import yaml
 
-from ..config_file import SETTING, dotted, read_settings
-from ..errors import ConfigError, one_line
+from ..config import Config
+from ..core.config import all_keys
+
+
+def translate(line: str) -> str:
+    """Return a line of an error message about settings. If it names another tool's words, answer with ours."""
+    typed, flags_are_refused, _ = line.partition(": a setting is key=value. ")
+    if flags_are_refused:
+        return f"{typed}{flags_are_refused}Write {' '.join(as_settings(typed))}."
+    wrong = re.match(r"([^=]+)=(.*): (there is no such key|\S+ is a section|must be .*?)[.] ", line)
+    if wrong is None:
+        return line
+    key, value, rule = wrong.groups()
+    if rule.startswith("must"):
+        # torch.nn.DataParallel
+        value = value.lower().rpartition(".")[2]
+        ours = suggest(key, value, re.findall(r"'(\w+)'", rule))
+    else:
+        ours = suggest(key, value)
+    return f"{wrong[0]}Did you mean {ours}?" if ours else line
 
 
 def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str | None:
@@ -29,13 +47,10 @@ def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str |
     return ours.format(value) if "=" in ours else f"{ours}={value}"
 
 
-def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if some arguments are no settings. Its message writes them as settings of the file `path`."""
-    flags = " ".join(argument for argument in overrides if not SETTING.match(argument))
-    if not flags:
-        return
-    # the first that has it
-    full = {key.rpartition(".")[2]: key for key in reversed(dotted(read_settings(path, ())))}
+def as_settings(flags: str) -> list[str]:
+    """Return flags such as `--lr 1e-3 --amp` as settings."""
+    # the first key that has the name
+    full = {key.rpartition(".")[2]: key for key in reversed(all_keys(Config))}
     # --key value, --key=value, --key value value, --key
     pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", flags) or [("KEY", "")]
     ours = []
@@ -43,7 +58,7 @@ def refuse_flags(path: Path, overrides: Sequence[str]) -> None:
         key, value = typed.replace("-", "_"), ",".join(values.split()) or "VALUE"
         own = full.get(key, key if "." in key else f"model.{key}")
         ours.append(suggest(key, value) or f"{own}={value}")
-    raise ConfigError(f"{one_line(flags)}: a setting is key=value. Write {' '.join(ours)}.")
+    return ours
 
 
 def read_words(kind: str) -> dict[str, str]:

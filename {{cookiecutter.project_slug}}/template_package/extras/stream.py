@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import _utils
 
-from ..config import LoaderConfig
+from ..core.config import LoaderConfig
 from ..core.data import Fetcher, MicroBatch, Request, TrainLoader, move
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import pynvml
 import torch
 
-from ..config import LaunchConfig, parse_device_ids
+from ..config import LaunchConfig
+from ..core.settings import parse_device_ids
 from ..errors import ConfigError, one_line
 
 GIB = 2**30

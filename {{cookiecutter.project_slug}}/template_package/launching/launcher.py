@@ -16,14 +16,15 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import synchronize
 
-from ..config import Config, differing_keys, to_dict
+from ..config import Config
+from ..core.config import to_dict, values_of
 from ..core.ranks import num_usable_cores
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
@@ -210,13 +211,12 @@ def _run_rank(
 def _check_alike(config: Config, context: RankContext) -> None:
     """Raise ConfigError on all ranks if the ranks differ in device type, torch version, config or source files."""
     package = Path(__file__).parents[1]
-    same = {
-        key: value for key, value in to_dict(config).items() if key not in ("launch", "device_ids")
-    }
-    own = {"device": context.device.type, "torch": torch.__version__, "config": same}
-    own["sources"] = {
-        str(path.relative_to(package)): crc32(path.read_bytes()) for path in package.rglob("*.py")
-    }
+    own: dict[str, Any] = {"device": context.device.type, "torch": torch.__version__}
+    for key, value in values_of(to_dict(config), Config).items():
+        if not key.startswith(("device_ids", "launch.")):
+            own[f"config.{key}"] = value
+    for path in package.rglob("*.py"):
+        own[f"sources.{path.relative_to(package)}"] = crc32(path.read_bytes())
     # No collective: CPU and GPU ranks share no backend. Rank 0, whose process may hold the store, returns last.
     timeout = context.store.timeout.total_seconds()
     texts = synchronize(
@@ -224,10 +224,11 @@ def _check_alike(config: Config, context: RankContext) -> None:
     )
     first, *others = map(json.loads, texts)
     for rank, other in enumerate(others, start=1):
-        if lines := differing_keys(first, other):
-            raise ConfigError(
-                f"rank {rank} would not train what rank 0 does: {'; '.join(lines[:5])}. Make both alike."
-            )
+        names = [name for name in first | other if first.get(name) != other.get(name)]
+        if names:
+            lines = [f"{name}: {first.get(name)} -> {other.get(name)}" for name in names[:5]]
+            problem = f"rank {rank} would not train what rank 0 does: {'; '.join(lines)}"
+            raise ConfigError(f"{problem}. Make both alike.")
 
 
 def _become_torchrun(config: Config) -> None:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..config import Config, to_dict
+from ..config import Config
+from ..core.config import to_dict
 from ..errors import ConfigError
 from ..files import disk_failure, write_whole
 from ..launching.distributed import RankContext

@@ -17,7 +17,8 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..config import Config, all_keys, as_today, differing_keys, to_dict
+from ..config import Config
+from ..core.config import all_keys, differing_keys, to_dict
 from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..core.ranks import from_main, gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
@@ -178,7 +179,7 @@ def find_run(
         wanted = "auto"
     if paths:
         state = checkpoints.load_first(paths)
-        check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+        check_same(state["config"], config, DECISIVE, f"name={config.name}")
         if wanted == "never" or wanted not in ("auto", state["config"]["checkpoint"]["resume"]):
             remedy = "Choose another name=…, or set checkpoint.resume=auto to continue."
             raise ConfigError(f"checkpoint.resume={wanted}: {run} already holds a run. {remedy}")
@@ -194,26 +195,24 @@ def find_run(
         f"checkpoint.resume={wanted}",
     )
     remedy = f"Put them back; or take the weights alone, for a new optimizer: checkpoint.initial_weights={wanted}."
-    check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source, remedy)
+    check_same(state["config"], config, ("optimizer.name", "model"), source, remedy)
     return progress.state_for_this_run(state)
 
 
 def check_same(
     stored: dict[str, Any],
-    present: dict[str, Any],
+    config: Config,
     keys: Sequence[str],
     source: str,
     remedy: str = CONTINUE,
 ) -> None:
     """Raise ConfigError if the configs differ in any of `keys`. A section name such as `model` means all its keys."""
-    wanted = re.compile(rf"({'|'.join(keys)})[.:=]")
-    today = as_today(stored)
-    lines = [line for line in differing_keys(today, present) if wanted.match(line)]
-    may_change = {key for key, item in all_keys() if not item.metadata.get("decisive", True)}
-    if lines := [line for line in lines if line.partition(": ")[0] not in may_change]:
+    fixed = [k for k, item in all_keys(Config).items() if item.metadata.get("decisive", True)]
+    wanted = re.compile(rf"({'|'.join(keys)})([.]|$)")
+    found = differing_keys(stored, config).items()
+    lines = [f"{key}: {change}" for key, change in found if key in fixed and wanted.match(key)]
+    if lines:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
-    if changes := [line for line in differing_keys(stored, today) if wanted.match(line)]:
-        logger.info("%s: config keys have changed since: %s", source, "; ".join(changes))
 
 
 def load_run(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..config import OptimizerConfig
+from ..core.config import OptimizerConfig
 from ..core.task import Task
 from ..errors import ConfigError
 from ..strategies.base import Strategy

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import CheckpointConfig, EvaluationConfig
+from ..config import CheckpointConfig
+from ..core.config import EvaluationConfig
 
 
 @dataclass

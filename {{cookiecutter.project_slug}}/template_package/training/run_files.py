@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import torch
 import yaml
 
-from ..config import Config, to_dict
+from ..config import Config
+from ..core.config import to_dict
 from ..core.ranks import from_main, gather_objects
 from ..errors import ConfigError
 from ..files import write_json, write_whole

@@ -86,9 +86,13 @@ def test_each_row_is_what_it_says_and_what_cannot_run_has_its_reason(project: Pr
 
     reasons = {entry["name"]: entry["reason"] for entry in report["not_run"]}
     assert list(reasons) == ["data_parallel"]
-    assert reasons["data_parallel"].startswith("strategy=data_parallel: must be 'ddp' or 'fsdp'.")
+    assert reasons["data_parallel"].startswith(
+        "strategy=data_parallel: must be one of 'ddp', 'fsdp'."
+    )
     folder = project.directory("b") / "benchmark"
-    assert "must be 'ddp' or 'fsdp'." in (folder / "data_parallel.log").read_text(encoding="utf-8")
+    assert "must be one of 'ddp', 'fsdp'." in (folder / "data_parallel.log").read_text(
+        encoding="utf-8"
+    )
     said, _, text = output.partition("\n# Benchmark of b\n")
     assert "round 1 of 1: fsdp\n" in said
     assert all(f" {name} |" in text for name in rows) and all(
@@ -158,7 +162,7 @@ def test_killed_benchmark_leaves_no_process(project: Project) -> None:
 
 
 def test_other_words_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--json: benchmark takes settings"):
+    with pytest.raises(ConfigError, match="--json: a setting is key=value"):
         parse_command_line(["benchmark", "--json"], ROOT / "config.yaml")
 
 

@@ -248,4 +248,4 @@ def test_ranks_that_hang_are_told_at_the_deadline_and_ended(project: Project) ->
 
 def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="doctor takes --json"):
-        main(CommandLine(ROOT / "config.yaml", "doctor", rest=["me"]))
+        main(CommandLine(ROOT / "config.yaml", command="doctor", rest=["me"]))

@@ -160,7 +160,7 @@ def test_other_data_than_the_runs_is_told(project: Project) -> None:
         "evaluate", "training.max_steps=2", "data.num_validation=20", "evaluation.checkpoint=last"
     )
     assert (
-        "trained with other values: data.num_validation: 37 -> 20. It may have seen samples" in told
+        "trained with another data.num_validation (37 -> 20). It may have seen this split" in told
     )
     told = project.run("evaluate", "evaluation.checkpoint=last")
     assert "may have seen" not in told
@@ -233,7 +233,7 @@ def test_checkpoint_is_named_by_any_path(project: Project) -> None:
     project.run("training.epochs=1")
     shutil.copy(project.directory("run") / "checkpoints" / "best.pt", project.folder / "copy.v2.pt")
     project.run("evaluate", "evaluation.checkpoint=copy.v2.pt")
-    assert "key=value only" in project.run("evaluate", "copy.v2.pt", code=2)
+    assert "a setting is key=value" in project.run("evaluate", "copy.v2.pt", code=2)
     assert (
         project.json("run", "evaluation.json")["loss"]
         == project.lines("run", "validation")[-1]["loss"]

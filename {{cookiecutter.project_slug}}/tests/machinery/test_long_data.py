@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from template_package.config import LoaderConfig
+from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader, epoch_order
 from template_package.core.task import find_task
 from template_package.data.orders import LONG, find_order, long_order

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
 )
 
-from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from template_package.config import ScheduleConfig, TrainingConfig
+from template_package.core.config import OptimizerConfig
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.training.optimization import build_optimizer

@@ -7,7 +7,8 @@ from typing import get_args, get_type_hints
 import pytest
 from test_strategies import DEVICES, MARKED, SINGLE
 
-from template_package.config import OptimizerConfig, ScheduleConfig, TrainingConfig
+from template_package.config import ScheduleConfig, TrainingConfig
+from template_package.core.config import OptimizerConfig
 
 from conftest import Project
 

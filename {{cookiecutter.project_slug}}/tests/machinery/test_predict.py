@@ -73,21 +73,24 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
 
 def test_settings_may_come_before_the_command() -> None:
     line = parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
-    assert (line.command, line.overrides, line.rest) == ("predict", ["name=run"], ["digits.npy"])
+    assert (line.command, line.words, line.rest) == ("predict", ["name=run"], ["digits.npy"])
 
 
 def test_the_input_is_any_word_but_a_setting() -> None:
-    def parse(*words: str) -> tuple[list[str], list[str]]:
+    def parse(*words: str) -> Any:
         line = parse_command_line(["predict", *words], ROOT / "config.yaml")
-        return line.rest, line.overrides
+        return line.rest, line.words
 
     assert parse("a file.json", "name=a") == (["a file.json"], ["name=a"])
     assert parse("training.tf32=false", "5") == (["5"], ["training.tf32=false"])
-    assert parse("name=a", "model.x=1", "E=mc2") == (["E=mc2"], ["name=a", "model.x=1"])
+    assert parse("name=a", "model.x=1", "E = mc2") == (["E = mc2"], ["name=a", "model.x=1"])
     assert parse("- what = this?") == (["- what = this?"], [])
 
 
 @pytest.mark.parametrize("words", [[], ["name=a"], ["two", "words"]])
 def test_one_input_is_needed(project: Project, words: list[str]) -> None:
     output = project.run("predict", *words, code=2)
-    assert output.startswith("error: predict") and "takes one input: a FILE" in output
+    assert (
+        output.startswith("error: predict")
+        and "takes one input. Type: python run.py predict INPUT" in output
+    )

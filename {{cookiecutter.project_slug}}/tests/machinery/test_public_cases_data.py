@@ -25,7 +25,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from template_package.config import LoaderConfig
+from template_package.core.config import LoaderConfig
 from template_package.core.data import Fetcher, TrainLoader, check_batch, epoch_order, numbers_of
 from template_package.core.random_states import (
     generators_of,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from template_package.config import LoaderConfig
+from template_package.core.config import LoaderConfig
 from template_package.core.data import BatchReader, EvaluationLoader, move
 from template_package.core.task import find_task
 from template_package.launching.distributed import RankContext

@@ -251,10 +251,7 @@ def test_run_goes_on_and_is_evaluated_after_a_field_was_gained_and_another_lost(
     project.edit("model.py", "    seconds_per_step: float = 0.0", "    width: int = 7")
     project.edit("model.py", "config.seconds_per_step if module.training", "0 if module.training")
     project.run("evaluate")
-    output = project.run("training.epochs=2")
-    assert (
-        "model.width: (none) -> 7" in output and "model.seconds_per_step: 0.001 -> (none)" in output
-    )
+    project.run("training.epochs=2")
     assert project.lines("run")[-1]["step"] == 14
     assert "model.width: 7 -> 8" in project.run("training.epochs=3", "model.width=8", code=2)
 
@@ -268,8 +265,8 @@ def test_evaluate_takes_the_runs_own_config_and_typed_words_on_top(project: Proj
         "data.num_validation=21",
     )
     printed = project.run("evaluate", "name=wide", "evaluation.checkpoint=last")
-    assert "validation split (21 samples)" in printed and "trained with other values" not in printed
-    assert "data.num_validation: 21 -> 22" in project.run(
+    assert "validation split (21 samples)" in printed and "was trained with another" not in printed
+    assert "was trained with another data.num_validation (21 -> 22)" in project.run(
         "evaluate", "name=wide", "data.num_validation=22"
     )
     weights = project.directory("wide") / "model.safetensors"

@@ -15,18 +15,18 @@ MAX_MODULES_OF_TRAINER = 17
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
-    "commands": "trainer training strategies tracking data launching core extras config config_file files errors",
+    "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
     "trainer": "training strategies tracking data launching.distributed core config files errors",
     "training": "strategies tracking data launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed core.ranks config options_deepspeed errors",
-    "tracking": "launching.distributed core.ranks config files errors",
-    "data": "launching.distributed core config config_file errors",
-    "launching": "core.ranks config files errors",
+    "tracking": "launching.distributed core.config core.ranks config files errors",
+    "data": "launching.distributed core config optional_files errors",
+    "launching": "config core.config core.ranks core.settings files errors",
     "files": "errors",
-    "config": "config_file core model dataset errors",
-    "config_file": "errors",
-    "core": "config launching.distributed launching.processes model dataset errors",
-    "extras": "core config config_file launching.distributed errors",
+    "config": "core optional_files errors",
+    "optional_files": "",
+    "core": "launching.distributed launching.processes model dataset files errors",
+    "extras": "core config launching.distributed errors",
     "model": "dataset errors",
     "dataset": "model errors",
     "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files
@@ -159,7 +159,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_only_one_file_imports_the_users_functions() -> None:
-    """config.py imports the two config classes. model.py and dataset.py may import each other."""
+    """core/config.py imports the two config classes. model.py and dataset.py may import each other."""
     importers: dict[str, set[str]] = {}
     for path in package_files():
         names = {
@@ -171,7 +171,10 @@ def test_only_one_file_imports_the_users_functions() -> None:
         }
         if names and name_of(path) not in ("model", "dataset"):
             importers[name_of(path)] = names
-    assert importers == {"core.task": {"model", "dataset"}, "config": {"ModelConfig", "DataConfig"}}
+    assert importers == {
+        "core.task": {"model", "dataset"},
+        "core.config": {"ModelConfig", "DataConfig"},
+    }
 
 
 def test_trainer_imports_few_modules() -> None:

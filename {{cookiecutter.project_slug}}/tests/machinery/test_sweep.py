@@ -19,7 +19,7 @@ from template_package.commands import CommandLine
 from template_package.commands import sweep as commands_sweep
 from template_package.commands.sweep import Sweep, read_sweep
 from template_package.config import load_config
-from template_package.config_file import read_settings
+from template_package.core.settings import read_command_line
 from template_package.errors import ConfigError
 from template_package.launching.devices import Gpu, Gpus
 
@@ -261,7 +261,7 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
 
 
 def test_sweep_takes_one_file(project: Project) -> None:
-    assert "takes one file" in project.run("sweep", code=2)
+    assert "takes one input. Type: python run.py sweep FILE" in project.run("sweep", code=2)
     assert "cannot be read" in project.run("sweep", "missing.yaml", code=2)
 
 
@@ -291,7 +291,7 @@ def test_random_search_draws_the_same_trials_again_and_within_their_bounds(tmp_p
 
 def test_unreadable_file_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("name: [", encoding="utf-8")
-    with pytest.raises(ConfigError, match="not readable as YAML"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_sweep(tmp_path / "a.yaml")
 
 
@@ -349,9 +349,9 @@ def test_optuna_prunes_a_trial_that_is_worse_than_the_others(project: Project) -
         trial.report(-1.0, 7)
         study.tell(trial, -1.0)
     runs = [{"name": str(number), **former} for number in range(5)]
-    config = read_settings(project.folder / "config.yaml", ["model.seconds_per_step=0.3"])
+    line = read_command_line(["model.seconds_per_step=0.3"], project.folder / "config.yaml")
     (project.directory("s") / "sweep.json").write_text(
-        json.dumps({"runs": runs, "config": config}), encoding="utf-8"
+        json.dumps({"runs": runs, "config": line.settings}), encoding="utf-8"
     )
     code, output = sweep(project, "model.seconds_per_step=0.3")
     assert code == 0, output

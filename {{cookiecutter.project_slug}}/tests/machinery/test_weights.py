@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from template_package.config import DdpConfig, LoaderConfig, TrainingConfig
+from template_package.config import DdpConfig, TrainingConfig
+from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader
 from template_package.core.task import find_task
 from template_package.data.orders import find_order, weighted_order

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, one_line
 from ..files import write_whole
-from .config import Config, all_keys, differing_keys, to_dict
+from .config import Config, all_keys, differing_keys
 from .ranks import from_main, pack, unpack
 
 FORMAT_VERSION = 1
@@ -137,7 +137,7 @@ def find_run(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]:
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder
     if paths:
         state = checkpoints.load_first(paths)
-        check_same(state["config"], to_dict(config), DECISIVE, f"name={config.name}")
+        check_same(state["config"], config, DECISIVE, f"name={config.name}")
         former = state["config"]["checkpoint"]["resume"]  # the run may have begun from a file
         if wanted == "never" or wanted not in ("auto", former):
             remedy = "Choose another name=…, or set checkpoint.resume=auto to continue"
@@ -151,17 +151,16 @@ def find_run(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]:
         return {}
     state = load_checkpoint(Path(wanted))
     source = f"checkpoint.resume={wanted}"
-    check_same(state["config"], to_dict(config), ("optimizer.name", "model"), source)
+    check_same(state["config"], config, ("optimizer.name", "model"), source)
     return state | {"is_of_other_run": True}
 
 
-def check_same(
-    stored: dict[str, Any], present: dict[str, Any], keys: Sequence[str], source: str
-) -> None:
+def check_same(stored: dict[str, Any], config: Config, keys: Sequence[str], source: str) -> None:
     """Raise ConfigError if the configs differ in `keys`. A section such as `model` means its keys."""
-    fixed = {key for key, item in all_keys() if item.metadata.get("decisive", True)}
+    known = all_keys(type(config)).items()
+    fixed = [key for key, item in known if item.metadata.get("decisive", True)]
     wanted = re.compile(rf"({'|'.join(keys)})([.]|$)")
-    found = differing_keys(stored, present).items()
+    found = differing_keys(stored, config).items()
     lines = [f"{key}: {change}" for key, change in found if key in fixed and wanted.match(key)]
     if lines:
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {CONTINUE}")

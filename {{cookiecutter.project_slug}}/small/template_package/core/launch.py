@@ -11,7 +11,6 @@ import ctypes
 import json
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, one_line
 from ..files import run_directory
-from .settings import CommandLine
+from .settings import CommandLine, parse_device_ids
 
 GIB = 2**30
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -51,18 +50,6 @@ class Gpu:
     uuid: str = ""
     free_memory: float = math.inf  # bytes; inf if unknown
     users: frozenset[str] = frozenset()  # whose processes compute on it
-
-
-def parse_device_ids(value: object) -> str | list[int | str]:
-    """Return `auto`, `auto:N`, or a list with one device per rank: [0, 2], or ["cpu", "cpu"]."""
-    entries = value if isinstance(value, list) else str(value).strip("[]").split(",")
-    text = ",".join(str(entry).strip() for entry in entries)
-    if re.fullmatch("auto(:[1-9][0-9]{0,3})?", text):
-        return text
-    if re.fullmatch("mps|cpu(,cpu){0,255}|[0-9]{1,9}(,[0-9]{1,9}){0,255}", text):
-        return [int(entry) if entry.isdigit() else entry for entry in text.split(",")]
-    rule = "must be auto, auto:N, or GPU ids or cpu, one per rank"
-    raise ValueError(f"{rule}. Set device_ids=0,2 or device_ids=cpu,cpu.")
 
 
 def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:

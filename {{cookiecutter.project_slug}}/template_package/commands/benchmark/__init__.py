@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from ...config_file import available_files
 from ...errors import StopRun
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus, take_devices
 from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
+from ...optional_files import available_files
 from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import read_json, read_metrics
@@ -104,7 +104,8 @@ def main(line: CommandLine) -> int:
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     options = vars(config)["benchmark"]
-    arguments = ["--config", str(line.config_path), *line.overrides, *SETTINGS]
+    arguments = [f"--config={path}" for path in line.config_paths]
+    arguments += [*line.words, *SETTINGS]
     arguments += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
     arguments += [f"logging.every_steps={max(1, options.steps // 10)}"]
     with run_lock(folder):

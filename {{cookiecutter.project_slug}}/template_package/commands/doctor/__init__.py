@@ -1,4 +1,4 @@
-"""`python run.py doctor`: finds what would make runs fail on this machine, and how to fix it. --json prints JSON.
+"""`python run.py doctor [--json]`: finds what would make runs fail on this machine, and how to fix it.
 
 The checks run in a child process, because a check may hang: the parent process waits no longer than SECONDS. Only
 the check functions import torch, model.py and dataset.py, because these imports may fail.

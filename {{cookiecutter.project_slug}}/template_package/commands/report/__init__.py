@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import MISSING
 from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,8 +23,8 @@ import yaml
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
-from ...config import build_config, to_dict
-from ...config_file import dotted
+from ...config import Config
+from ...core.config import values_of
 from ...errors import ConfigError, one_line
 from ...files import run_directory, write_whole
 from .. import CommandLine
@@ -96,9 +97,7 @@ def show(value: Any) -> str:
 
 def describe_run(directory: Path) -> dict[str, Any]:
     """Collect everything that page.html shows about a single run, except the curves."""
-    default = {}
-    with suppress(ConfigError):  # raised if a field of model.py or dataset.py has no default
-        default = dotted(to_dict(build_config({})))
+    default = {k: v for k, v in values_of({}, Config).items() if v is not MISSING}
     media: dict[str, list[dict[str, str]]] = {}
     for path in sorted(directory.glob("media/step_*_*"), reverse=True):
         _, step, name = path.stem.split("_", 2)
@@ -262,6 +261,15 @@ def read_metrics(directory: Path) -> dict[str, list[dict[str, Any]]]:
             values = json.loads(line)
             splits.setdefault(values["split"], []).append(values)
     return splits
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dicts into one dict with dotted keys, such as `training.epochs`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        is_section = isinstance(value, dict) and value
+        flat |= dotted(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat
 
 
 def read_config(directory: Path) -> dict[str, Any]:

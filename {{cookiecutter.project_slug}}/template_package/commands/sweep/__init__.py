@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from ...config import parse_device_ids
-from ...config_file import read_settings
 from ...core.ranks import num_usable_cores
+from ...core.settings import parse_device_ids, read_file
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus
@@ -150,7 +149,7 @@ def as_arguments(settings: dict[str, Any]) -> dict[str, str]:
 def read_sweep(path: Path) -> Sweep:
     """Read the sweep file. If a key is wrong, raise a ConfigError that names the key and the rule that it breaks."""
     try:
-        return Sweep.model_validate(read_settings(path, []))
+        return Sweep.model_validate(read_file(path))
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         value = "" if isinstance(problem["input"], dict) else f"={one_line(problem['input'])}"
@@ -172,10 +171,6 @@ class Run:
 
 def main(line: CommandLine) -> int:
     """Run the sweep. Return 0 if all runs are complete or pruned, 130 after Ctrl-C, 143 after SIGTERM, otherwise 1."""
-    if len(line.rest) != 1:
-        raise ConfigError(
-            "sweep: takes one file. Type: python run.py sweep SWEEP.yaml [key=value …]"
-        )
     runner = SweepRunner(line, read_sweep(Path(line.rest[0])))
     with run_lock(runner.folder):
         runner.plan()
@@ -197,7 +192,7 @@ class SweepRunner:
         arguments = [
             self.list_arguments(Run("run", settings)) for settings in sweep.list_settings()
         ]
-        config, *_ = [replace(line, overrides=own).load_config() for own in arguments]
+        config, *_ = [replace(line, words=own).load_config() for own in arguments]
         self.metric, self.mode = config.evaluation.metric, config.evaluation.mode
         device_ids = config.device_ids
         # 1 if a run names its GPUs or takes all free ones
@@ -214,7 +209,7 @@ class SweepRunner:
 
     def plan(self) -> None:
         """Make the list of runs from the sweep file or, if optuna chooses the settings, from its trials so far."""
-        self.config = read_settings(self.line.config_path, self.line.overrides)
+        self.config = self.line.settings
         stored = read_json(self.folder / "sweep.json")
         self.runs, self.former = list[Run](), stored.get("runs", [])
         # otherwise each starts again; a complete one ends at once
@@ -252,7 +247,7 @@ class SweepRunner:
         arguments = [
             f"device_ids={self.devices}",
             "launch.wait_minutes=525600",
-            *self.line.overrides,
+            *self.line.words,
         ]
         settings = as_arguments(run.settings).items()
         return [*arguments, *(f"{key}={value}" for key, value in settings), f"name={run.name}"]
@@ -315,9 +310,8 @@ class SweepRunner:
         run.status, log = "running", self.folder / f"{run.name}.log"
         self.write()
         tqdm.write(f"{run.name}: begins, see {log}")
-        process = start_run(
-            ["--config", str(self.line.config_path), *self.list_arguments(run)], self.folder, log
-        )
+        configs = [f"--config={path}" for path in self.line.config_paths]
+        process = start_run([*configs, *self.list_arguments(run)], self.folder, log)
         # threads of two runs on one core would wait for each other
         if self.is_on_cpu and sys.platform == "linux":
             cores = sorted(os.sched_getaffinity(0))
