@@ -69,6 +69,7 @@ SMALL_KEEPS = {
     "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
     "template_package": [
         "__init__.py",
+        "core/data.py",
         "core/random_states.py",
         "core/task.py",
         "core/__init__.py",

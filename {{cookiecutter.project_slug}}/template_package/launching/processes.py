@@ -191,6 +191,13 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
+def start_worker(rank_pid: int, _worker_id: int) -> None:
+    """Prepare a process that reads for this rank."""
+    die_with_parent(rank_pid)
+    for number in STOP_SIGNALS:  # some schedulers signal each process of a run
+        signal.signal(number, signal.SIG_IGN)  # the rank decides, and saves first
+
+
 @contextmanager
 def signals_blocked() -> Iterator[None]:
     """Inside this context, block stop signals, so that they cannot kill a process that is just being started."""

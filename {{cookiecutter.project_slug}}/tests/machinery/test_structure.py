@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": "config_file core model dataset errors",
     "config_file": "errors",
     "core": "config launching.distributed launching.processes model dataset errors",
-    "extras": "core config config_file launching.distributed errors",
+    "extras": "data core config_file launching.distributed errors",
     "model": "dataset errors",
     "dataset": "model errors",
     "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .config import LaunchConfig
-from .launch import DEVICES, LISTENER, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .launch import (
+    DEVICES,
+    LISTENER,
+    STOP_SIGNALS,
+    Devices,
+    as_stop,
+    choose_devices,
+    die_with_parent,
+)
 from .settings import CommandLine
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -155,6 +163,13 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
 def num_usable_cores() -> int:
     is_linux = hasattr(os, "sched_getaffinity")  # a scheduler may allow fewer than there are
     return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+
+
+def start_worker(rank_pid: int, _worker_id: int) -> None:
+    """Prepare a process that reads for this rank."""
+    die_with_parent(rank_pid)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the rank decides, and saves first
 
 
 # Collectives

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, one_line
+from ..errors import NEEDS_FULL, ConfigError, one_line
 from ..files import run_directory
 
 COMMANDS = {
@@ -22,7 +22,6 @@ COMMANDS = {
     "smoke": "tests that your model trains, saves, resumes and evaluates on two CPU ranks",
 }
 IN_FULL = ("doctor", "benchmark", "sweep", "report")
-NEEDS_FULL = "needs size=full. Type: scripts/update_from_template.sh size=full"
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
 
 
