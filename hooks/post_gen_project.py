@@ -71,6 +71,8 @@ SMALL_KEEPS = {
         "__init__.py",
         "core/__init__.py",
         "core/config.py",
+        "core/data.py",
+        "core/processes.py",
         "core/random_states.py",
         "core/ranks.py",
         "core/settings.py",

@@ -28,8 +28,8 @@ from baking import export_template, plain_environment, run_cookiecutter
 PACKAGE = "ddp_experiment"
 # of package and run.py in each size; README.md names them
 MAX_TOKENS = {
-    "small": 26_500,
-    "full": 52_600,
+    "small": 26_550,
+    "full": 52_100,
 }
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
@@ -101,7 +101,7 @@ def main() -> int:
                 "small: run.py, trainer.py and core",
                 small,
                 trainer,
-                max_tokens=23_200,
+                max_tokens=23_240,
                 aim_tokens=10_000,
                 max_lines=3_300,
             ),
@@ -124,7 +124,7 @@ def main() -> int:
                 "full: modules that trainer.py imports", full, modules_of_trainer(full), 16
             ),
             *print_flows(
-                "full", full, Path(folder, "spy-full"), max_to_step=32, max_from_sigterm=18
+                "full", full, Path(folder, "spy-full"), max_to_step=31, max_from_sigterm=19
             ),
             print_density("small: a line of code in the package", small, small_package, 9.0),
             print_density("full: a line of code in the package", full, full_package, 10.3),

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 try:
     from template_package.core.launch import (
         PARENT,
-        STOP_SIGNALS,
         Devices,
         as_stop,
         choose_devices,
-        die_with_parent,
         start_ranks,
         tell_failure,
     )
+    from template_package.core.processes import STOP_SIGNALS, die_with_parent
     from template_package.core.settings import (
         CommandLine,
         read_command_line,

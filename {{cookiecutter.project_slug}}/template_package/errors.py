@@ -1,5 +1,7 @@
 """Defines the exceptions of this package, and formats values for error messages."""
 
+NEEDS_FULL = "needs size=full. Type: scripts/update_from_template.sh size=full"
+
 
 class ConfigError(ValueError):
     """A user's mistake, which is reported without a traceback. The command ends with exit code 2."""

@@ -17,7 +17,7 @@ import torch
 
 from .core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
 from .core.config import Config, build_config, differing_keys
-from .core.data import EvaluationLoader
+from .core.data import EvaluationLoader, Plan
 from .core.evaluation import Evaluator
 from .core.group import StopRequest
 from .core.random_states import seed_generators
@@ -67,7 +67,7 @@ def predict(
     path = find_checkpoint(config, directory)
     read = partial(task.read_inputs, source, config.data)
     _, strategy, (dataset, names) = restore(path, config, rank, task, read)
-    loader = EvaluationLoader(dataset, task, config.loader, rank, "prediction")
+    loader = EvaluationLoader(Plan(dataset, task, "prediction"), config.loader, rank)
     sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
     size = next((int(size) for size in sizes if size != "auto"), 64)
     label_names = getattr(dataset, "label_names", None)

@@ -28,7 +28,7 @@ from .core.checkpoint import (
 )
 from .core.checks import check_finite, check_replicas, rehearse, set_training
 from .core.config import Config, differing_keys, to_dict
-from .core.data import TrainLoader
+from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
 from .core.group import Interrupted, StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
@@ -83,11 +83,9 @@ class Trainer:
             train_data, validation_data, *_ = task.build_datasets(config.data)
         training = config.training
         self.loader = TrainLoader(
-            train_data,
-            task,
+            Plan(train_data, task, "training", config.seed),
             config.loader,
             rank,
-            seed=config.seed,
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
         )

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from template_package.core.config import LoaderConfig
 from template_package.core.data import (
     EvaluationLoader,
+    Plan,
     TrainLoader,
     cut_share,
 )
@@ -37,9 +38,9 @@ class Drawing(Dataset[Any]):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_samples", [1, 4, 7, 64])
 def test_shares_hold_each_sample_once_and_differ_by_one(num_samples: int, world_size: int) -> None:
-    batch = [*range(100, 100 + num_samples)]
+    batch = torch.arange(100, 100 + num_samples)
     shares = [cut_share(batch, rank, world_size, 3) for rank in range(world_size)]
-    assert sorted(chain(*chain(*shares))) == batch
+    assert torch.cat([*chain(*shares)]).tolist() == batch.tolist()
     sizes = [sum(map(len, share)) for share in shares]
     assert max(sizes) - min(sizes) <= 1 and sizes[0] == max(sizes)
     assert len({len(share) for share in shares}) == 1, "ranks meet in the same collectives"
@@ -52,8 +53,8 @@ def read(world_size: int, micro_batch_size: int) -> list[Any]:
     for rank in range(world_size):
         place = Rank(rank, world_size)
         loader = TrainLoader(
-            Drawing(), TASK, LoaderConfig(0), place,
-            seed=1, global_batch_size=5, micro_batch_size=micro_batch_size,
+            Plan(Drawing(), TASK, "training", 1), LoaderConfig(0), place,
+            global_batch_size=5, micro_batch_size=micro_batch_size,
         )  # fmt: skip
         loader.start(0, 0)
         model = torch.nn.Linear(1, 1)
@@ -84,7 +85,7 @@ def test_samples_and_their_draws_do_not_depend_on_ranks_or_micro_batches() -> No
 def test_evaluation_gives_each_sample_to_one_rank() -> None:
     seen = []
     for rank in range(3):
-        loader = EvaluationLoader(Drawing(), TASK, LoaderConfig(0), Rank(rank, 3), "test")
+        loader = EvaluationLoader(Plan(Drawing(), TASK, "test"), LoaderConfig(0), Rank(rank, 3))
         for batch, request in loader.read(4):
             seen += batch[0][: request.num_samples].tolist()
     assert sorted(seen) == [*range(23)]

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from ..config import Config
+from ..core.data import EvaluationLoader
 from ..core.ranks import gather_objects
 from ..core.task import Function, find_task
+from ..data import create_evaluation_loader
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
 from ..launching.distributed import rank_context
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.evaluation import EvaluationLoader
 from ..training.stopping import beat, hang_watch
 from . import CommandLine
 from .evaluate import find_checkpoint, restore
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(line: CommandLine) -> int:
+    if len(line.rest) != 1:
+        raise ConfigError(
+            f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'."
+        )
     task = find_task()
     for file, name in (("dataset.py", "read_inputs"), ("model.py", "predict")):
         if getattr(task, name) is None:
@@ -48,7 +53,7 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
         read = partial(task.read_inputs, source, config.data)
         _, strategy, (dataset, names) = restore(checkpoint, config, context, task, read)
         with hang_watch(context, config.launch, directory):
-            loader = EvaluationLoader(dataset, task, config.loader, context, "prediction")
+            loader = create_evaluation_loader(dataset, task, config.loader, context, "prediction")
             sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
             size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
             parts = gather_objects(_predict_part(task.predict, strategy, loader, size))

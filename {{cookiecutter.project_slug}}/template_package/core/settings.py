@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, one_line
+from ..errors import NEEDS_FULL, ConfigError, one_line
 
 COMMANDS = {
     "train": "trains on the devices of config.yaml, or continues the run; the default",
@@ -23,7 +23,6 @@ COMMANDS = {
 }
 """{command: help}. The text behind a command's name says what else it takes, besides settings."""
 IN_FULL = ("doctor", "benchmark", "sweep", "report")
-NEEDS_FULL = "needs size=full. Type: scripts/update_from_template.sh size=full"
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
 Settings = dict[str, Any]
 """Nested dicts, such as {"training": {"epochs": "3"}}. Numbers are still text."""

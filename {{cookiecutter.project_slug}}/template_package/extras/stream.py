@@ -9,79 +9,89 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import _utils
 
-from ..core.config import LoaderConfig
-from ..core.data import Fetcher, MicroBatch, Request, TrainLoader, move
-from ..core.random_states import generators_restored
+from ..core.data import MicroBatch, Plan, Request, move
+from ..core.random_states import generators_of, generators_restored
 from ..core.ranks import all_reduce
-from ..core.task import Task
+from ..core.task import Task, inner
+from ..data import TimedLoader
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
 
 logger = logging.getLogger(__name__)
 
 
-class StreamLoader(TrainLoader):
+@dataclass(slots=True)
+class StreamRequest(Request):
+    """In a stream, num_samples says how many items to read and, once read, how many there were."""
+
+    cursor: Any = None  # where to begin reading and, once read, where that ended
+
+
+class StreamLoader(TimedLoader):
     """Reads this rank's micro-batches from a stream. All ranks run the same number of micro-batches per step.
 
     A rank that runs out of data repeats its first micro-batch, with weight 0, until all ranks have run out.
     """
 
-    _first: MicroBatch | None = None  # the stream's first one: rehearsed, and run with weight 0
+    _first: tuple[Any, Any] | None = (
+        None  # the stream's first one: rehearsed, and run with weight 0
+    )
 
     def __init__(
         self,
         dataset: Any,
         task: Task,
-        config: LoaderConfig,
+        config: Any,
         context: RankContext,
-        *,
         seed: int,
-        **sizes: Any,
+        size: int,
+        micro_batch_size: int | str,
     ) -> None:
-        if (size := sizes["global_batch_size"]) % context.world_size:
+        for name in ("sample_weights", "sample_lengths"):
+            if any(getattr(one, name, None) is not None for one in (dataset, *inner(dataset))):
+                problem = "a training set without __len__ and __getitem__ has none. Set it to None"
+                raise ConfigError(f"{name}: {problem}.")
+        if size % context.world_size:
             rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
             raise ConfigError(f"training.global_batch_size={size}: {rule}.")
-        super().__init__(
-            PartFetcher(dataset, task, seed, context), task, config, context, seed=seed, **sizes
-        )
+        plan = StreamPlan(dataset, task, seed, context)
+        super().__init__(plan, config, context, size, micro_batch_size)
         # a step's micro-batches are counted before the first one is moved
-        self._reader.device = torch.device("cpu")
+        self.device = torch.device("cpu")
 
     def start(self, epoch: int, position: int) -> None:
         """Make the next step begin at the stream position `self.cursor`. Both arguments are ignored."""
-        self._batches = self._steps(self.read_first(epoch, position))
+        self._micro_batches = self._steps(self.read_first(epoch, position))
 
-    def read_first(self, epoch: int, position: int, choose: Any = max) -> MicroBatch:
+    def read_first(self, epoch: int, position: int, number: int = 0) -> MicroBatch:
         """Return this rank's first micro-batch for a dry run. Training then opens the stream anew at self.cursor."""
-        share, beginning = self.global_batch_size // self._context.world_size, self._beginning(0)
-        self.micro_batch_size = max(
-            size for size in range(1, self.micro_batch_size + 1) if share % size == 0
-        )
+        share, beginning = self.global_batch_size // self._rank.world_size, self._beginning(0)
+        while share % self.micro_batch_size:
+            self.micro_batch_size -= 1
         self.cursor = self.cursor or beginning
-        if (former := self.cursor["split"]) != (present := beginning["split"]):
+        if self.cursor["split"] != beginning["split"]:
+            problem = f"it began on {self.cursor['split']}, not {beginning['split']}"
             remedy = "Set device_ids and loader.num_workers as before, or choose another name=…"
-            raise ConfigError(
-                f"a stream goes on in the same parts: it began on {former}, not {present}. {remedy}."
-            )
-        if self._first is None or self._first.request.num_samples > self.micro_batch_size:
-            self._first = next(self._read(beginning), None)
+            raise ConfigError(f"a stream goes on in the same parts: {problem}. {remedy}.")
+        if self._first is None or self._first[1].num_samples > self.micro_batch_size:
+            self._first = next(self._read_from(beginning), None)
         if self._first is None:
-            raise ConfigError(
-                f"rank {self._context.rank} finds no training item: cut the stream in more files."
-            )
-        return self._first._replace(batch=move(self._first.batch, self._context.device))
+            problem = f"rank {self._rank.rank} finds no training item"
+            raise ConfigError(f"{problem}: cut the stream in more files.")
+        batch, request = self._first
+        return move(batch, self._rank.device), request
 
     def _beginning(self, number: int) -> dict[str, Any]:
         """Return the cursor from which this rank begins pass number `number` over the data."""
-        num_ranks, num_workers = self._context.world_size, max(1, self._reader.num_workers)
-        first, of = self._context.rank * num_workers, num_ranks * num_workers
+        num_ranks, num_workers = self._rank.world_size, max(1, self._loader.num_workers)
+        first, of = self._rank.rank * num_workers, num_ranks * num_workers
         parts = [
             {"part": [first + worker, of], "num_read": 0, "is_over": False}
             for worker in range(num_workers)
@@ -93,67 +103,61 @@ class StreamLoader(TrainLoader):
             "parts": parts,
         }
 
-    def _read(self, cursor: dict[str, Any]) -> Iterator[MicroBatch]:
+    def _read_from(self, cursor: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         """Yield micro-batches from `cursor` to the end of the data. Each also says where the next one starts."""
         parts = [*cursor["parts"]]
 
-        def requests() -> Iterator[Request]:
+        def requests() -> Iterator[StreamRequest]:
             # a worker's first request names its cursor; before the turn, it asks for no item
             for number in count():
-                part, size = (
-                    cursor["parts"][number] if number < len(parts) else None,
-                    self.micro_batch_size,
-                )
-                yield Request(
-                    cursor["pass"], [], [], size * (number >= cursor["turn"]), cursor=part
-                )
+                part = cursor["parts"][number] if number < len(parts) else None
+                size = self.micro_batch_size * (number >= cursor["turn"])
+                yield StreamRequest(cursor["pass"], [], [], size, cursor=part)
 
         # Hugging Face's workers share it: not all of them at once
-        self._reader.fetcher.set_epoch(cursor["pass"])
-        for number, answer in enumerate(self._reader.read(requests())):
-            parts[number % len(parts)] = answer.request.cursor
-            answer.request.cursor = cursor | {"turn": (number + 1) % len(parts), "parts": [*parts]}
-            if answer.request.num_samples:
-                yield answer
+        self.plan.set_epoch(cursor["pass"])
+        request: Any  # a StreamRequest
+        for number, (batch, request) in enumerate(self._read(requests())):
+            parts[number % len(parts)] = request.cursor
+            request.cursor = cursor | {"turn": (number + 1) % len(parts), "parts": [*parts]}
+            if request.num_samples:
+                yield batch, request
             if all(part["is_over"] for part in parts):
                 return
 
-    def _steps(self, first: MicroBatch) -> Iterator[MicroBatch]:
-        num_pieces = self.global_batch_size // self._context.world_size // self.micro_batch_size
-        idle = first._replace(request=replace(first.request, num_samples=0))
-        micro_batches = self._read(self.cursor)
+    def _steps(self, first: tuple[Any, Any]) -> Iterator[MicroBatch]:
+        num_pieces = self.global_batch_size // self._rank.world_size // self.micro_batch_size
+        idle = first[0], replace(first[1], num_samples=0)
+        micro_batches = self._read_from(self.cursor)
         while True:
             pieces = [*islice(micro_batches, num_pieces)]
-            # on the CPU
-            total = int(all_reduce(torch.tensor(sum(request.num_samples for _, request in pieces))))
+            num_items = sum(request.num_samples for _, request in pieces)
+            total = int(all_reduce(torch.tensor(num_items)))  # on the CPU
             if total == 0:  # on all ranks
-                if self.cursor == self._beginning(number := self.cursor["pass"]):
-                    raise ConfigError(
-                        "the training set has no items in its second pass: __iter__ must begin anew."
-                    )
+                number = self.cursor["pass"]
+                if self.cursor == self._beginning(number):
+                    problem = "the training set has no items in its second pass"
+                    raise ConfigError(f"{problem}: __iter__ must begin anew.")
                 self.cursor = self._beginning(number + 1)
-                micro_batches = self._read(self.cursor)
+                micro_batches = self._read_from(self.cursor)
                 continue
-            self.cursor = pieces[-1].request.cursor if pieces else self.cursor
+            self.cursor = pieces[-1][1].cursor if pieces else self.cursor
             pieces += [idle] * (num_pieces - len(pieces))
             for number, (batch, request) in enumerate(pieces, start=1):
-                weight = request.num_samples * self._context.world_size / total
+                weight = request.num_samples * self._rank.world_size / total
                 answer = replace(request, weight=weight, is_last=number == num_pieces)
-                yield MicroBatch(move(batch, self._context.device), answer)
+                yield move(batch, self._rank.device), answer
 
 
-class PartFetcher(Fetcher):
+class StreamPlan(Plan):
     """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
     def __init__(self, dataset: Any, task: Task, seed: int, context: RankContext) -> None:
-        library, layers = (
-            type(dataset).__module__.partition(".")[0],
-            getattr(dataset, "_ex_iterable", None),
-        )
-        self._is_sharded = library in ("datasets", "webdataset") or getattr(
-            dataset, "is_sharded", False
-        )
+        library = type(dataset).__module__.partition(".")[0]
+        is_sharded = library in ("datasets", "webdataset")
+        self._is_sharded = is_sharded or getattr(dataset, "is_sharded", False)
         self.max_workers = 8 if self._is_sharded else 1  # more would each read all of it
+        layers = getattr(dataset, "_ex_iterable", None)
         if _has(layers, "split_when_sharding"):
             rule = "each part would skip or take a part of them, of its own files. Hold out whole files instead"
             raise ConfigError(f"the training stream comes from skip() or take(): {rule}.")
@@ -164,40 +168,37 @@ class PartFetcher(Fetcher):
         # not in the state
         self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None
-        super().__init__(dataset, task, seed)
+        super().__init__(dataset, task, "training", seed)
         # its own generators may hold the order of its items
-        if self._has_state or library == "datasets":
-            self._roots.remove(dataset)
+        self._roots = [] if self._has_state or library == "datasets" else [dataset]
 
-    def __len__(self) -> int:
+    def _length(self, name: str) -> int:
         return sys.maxsize
 
-    def _read(self, request: Request) -> Any:
+    def _read(self, request: Any) -> Any:
         with generators_restored():
+            self.set_epoch(request.epoch)
+            if self._own is None:
+                self._own = generators_of(*self._roots, self.task.data_globals)
             if request.cursor is not None:
-                self._cursor, self._items = (
-                    request.cursor,
-                    self._read_part(request.cursor, request.epoch),
-                )
+                self._cursor = request.cursor
+                self._items = self._read_part(request.cursor, request.epoch)
             items = [*islice(self._items, request.num_samples)]
-            batch = self._task.collate(items) if items else None
+            batch = self.task.collate(items) if items else None
         if self._has_state and request.num_samples:
-            self._cursor = self._cursor | {"state": deepcopy(self._dataset.state_dict())}
+            self._cursor = self._cursor | {"state": deepcopy(self.dataset.state_dict())}
         request.num_samples, request.cursor = len(items), self._cursor
         return batch
 
     def _read_part(self, cursor: dict[str, Any], epoch: int) -> Iterator[Any]:
-        (part, num_parts), num_former, started_at = (
-            cursor["part"],
-            cursor["num_read"],
-            time.perf_counter(),
-        )
+        (part, num_parts), num_former = cursor["part"], cursor["num_read"]
+        started_at = time.perf_counter()
         if self._has_state:
-            self._dataset.load_state_dict(deepcopy(cursor.get("state", self._beginning)))
+            self.dataset.load_state_dict(deepcopy(cursor.get("state", self._beginning)))
         if not self._is_sharded:
             # a data set that splits its items among workers would split them again
             _utils.worker._worker_info = None
-        items = iter(() if cursor["is_over"] else self._dataset)
+        items = iter(() if cursor["is_over"] else self.dataset)
         for index in count(num_former if self._has_state else 0):
             if index == num_former > 0 and not self._has_state:
                 message = "found the place in the stream in %.1f seconds, by reading all that comes before it"

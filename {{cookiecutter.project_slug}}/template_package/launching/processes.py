@@ -1,6 +1,5 @@
 """Starts one process per rank and watches them. The first failure ends all ranks, and no rank outlives its parent."""
 
-import ctypes
 import json
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from ..core.processes import STOP_SIGNALS, die_with_parent
 from ..errors import StopRun
 
 if TYPE_CHECKING:  # the launching process starts the fork server before it imports torch
@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # the launching process starts the fork server before it impo
 
 STARTED_AT = time.time()  # this file is imported early
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a run to stop. SIGHUP (the terminal was lost) and SIGUSR1 (sent by SLURM) count as SIGTERM."""
 STOP_MESSAGE = "\nasked to stop: saving within a few steps (Ctrl-C again: at once)"
 
 # Exit codes of a rank.
@@ -177,14 +175,6 @@ def end_process(code: int) -> NoReturn:
             ignore_errors=True,
         )
     os._exit(code)
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask Linux to kill this process when its parent ends. Exit now if the process with the PID `parent` has ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if parent is not None and os.getppid() != parent:
-            os._exit(1)
 
 
 @contextmanager

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from ..core.data import MicroBatch, TrainLoader
+from ..core.data import MicroBatch
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce
 from ..core.task import RESERVED, Task
+from ..data import TimedLoader
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext
@@ -68,6 +70,12 @@ def rehearse(
     Raise ConfigError if compute_loss is wrong, such as when it does not call the model exactly once. Every run, even a
     resumed one, begins with this test, so that DDP uses the same bucket order in all later steps.
     """
+    batch, tensors = micro_batch[0], list[Tensor]()
+    apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigError(
+            "samples require a gradient. Detach them in dataset.py; compute_loss may require one anew."
+        )
     for name, value in strategy.module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor."
@@ -82,7 +90,7 @@ def rehearse(
     ):
         try:
             with strategy.autocast():
-                returned: Any = task.compute_loss(strategy.model, micro_batch.batch)
+                returned: Any = task.compute_loss(strategy.model, batch)
             if not isinstance(returned, tuple | list) or len(returned) != 2:
                 raise ConfigError(
                     "compute_loss in model.py must return two values: the loss, and the model's outputs."
@@ -111,7 +119,7 @@ def rehearse(
                 found = f"shape {tuple(total.shape)}, requires_grad={total.requires_grad}"
                 rule = "it must be a scalar that depends on the parameters. Return the micro-batch's mean, not detached"
                 raise ConfigError(f"compute_loss in model.py returned a loss of {found}: {rule}.")
-            figures_of(task, loss, outputs, micro_batch.batch)
+            figures_of(task, loss, outputs, batch)
             if not task.training_metrics:
                 del returned, outputs  # as train_step() does
             strategy.backward(total, 0.0)
@@ -142,7 +150,7 @@ def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
 
 
-def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
+def rehearse_last(strategy: Strategy, loader: TimedLoader, task: Task) -> None:
     """Raise ConfigError if the model fails on an epoch's last batch, which may leave unequal shares or one sample."""
     context, num_left = strategy.context, loader.num_samples % loader.global_batch_size
     largest, smallest = -(-num_left // context.world_size), num_left // context.world_size  # shares
@@ -150,8 +158,8 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
     if num_left == 0 or loader.num_samples == sys.maxsize or (largest == smallest and not has_one):
         return
     # Rank 0 has the largest share. If others have less, some of its largest micro-batches meet their smallest ones.
-    choose = max if context.is_main and largest > smallest else min
-    micro_batch = loader.read_first(0, loader.num_samples - num_left, choose=choose)
+    number = 0 if context.is_main and largest > smallest else -1
+    micro_batch = loader.read_first(0, loader.num_samples - num_left, number)
     left = "a micro-batch of one" if has_one else f"shares of {largest} and {smallest} on the ranks"
     cause = f"an epoch's last {num_left} samples leave {left}, and the model fails on it"
     # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
@@ -170,7 +178,7 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
 class MemoryLimit:
     """Lowers this rank's micro-batch size if memory runs out. A file in the run's folder stores the size."""
 
-    def __init__(self, directory: Path, context: RankContext, loader: TrainLoader) -> None:
+    def __init__(self, directory: Path, context: RankContext, loader: TimedLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
         self._context, self._loader = context, loader
         size = (

@@ -17,10 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import Dataset
 
 from ..config import Config
-from ..core.data import EvaluationLoader, MicroBatch, loss_weight_of, move
+from ..core.data import MicroBatch, loss_weight_of, move
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce, from_main, gather_objects, pack, unpack
 from ..core.task import Task, inner
+from ..data import create_evaluation_loader
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext
@@ -39,10 +40,8 @@ class Evaluator:
     ) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
-        self._loader, self._task = (
-            EvaluationLoader(dataset, task, config.loader, context, name, limit),
-            task,
-        )
+        self._loader = create_evaluation_loader(dataset, task, config.loader, context, name, limit)
+        self._task = task
         self._config, self._model_config, self._context, self._split = (
             config.evaluation,
             config.model,
@@ -109,10 +108,10 @@ class Evaluator:
         size = self.micro_batch_size
         with self._evaluating(strategy):
             halves = self._add_up(
-                strategy, self._loader.read_first(size, num_parts=2), has_metrics=False
+                strategy, self._loader.read(size, num_parts=2), has_metrics=False
             )["loss"]
         with self._evaluating(strategy):
-            whole = self._add_up(strategy, self._loader.read_first(size, num_parts=1))
+            whole = self._add_up(strategy, self._loader.read(size, num_parts=1))
             whole |= self._compute_metrics()
         self._check_mean(strategy, whole["loss"], halves)
         self._check_metric(whole)

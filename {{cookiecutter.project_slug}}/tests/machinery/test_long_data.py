@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader, epoch_order
 from template_package.core.task import find_task
-from template_package.data.orders import LONG, find_order, long_order
+from template_package.data import LONG, OrderedPlan, long_order
 from template_package.launching.distributed import RankContext
 
 
@@ -32,17 +32,12 @@ class Indices(Dataset[int]):
 
 
 def first_step(num_samples: int, size: int, epoch: int = 0, position: int = 0) -> list[int]:
-    options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": size}
-    dataset = Indices(num_samples)
-    order = find_order(dataset, 5, size)
-    loader = TrainLoader(
-        dataset, find_task(), LoaderConfig(), RankContext(), order=order, **options
-    )
+    plan = OrderedPlan(Indices(num_samples), find_task(), "training", 5, size)
+    sizes: Any = {"global_batch_size": size, "micro_batch_size": size}
+    loader = TrainLoader(plan, LoaderConfig(), RankContext(), **sizes)
     loader.start(epoch, position)
     return [
-        index
-        for micro_batch, _ in loader.next_step(nn.Identity())
-        for index in micro_batch.request.indices
+        index for (_, request), _ in loader.next_step(nn.Identity()) for index in request.indices
     ]
 
 

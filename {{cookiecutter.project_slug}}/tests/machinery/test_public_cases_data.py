@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from template_package.core.config import LoaderConfig
-from template_package.core.data import Fetcher, TrainLoader, check_batch, epoch_order, numbers_of
+from template_package.core.data import Plan, Request, epoch_order
 from template_package.core.random_states import (
     generators_of,
     get_random_states,
@@ -34,7 +34,7 @@ from template_package.core.random_states import (
     set_random_states,
 )
 from template_package.core.task import find_task, inner
-from template_package.data.orders import find_order, weighted_order
+from template_package.data import OrderedPlan, TimedLoader, numbers_of, weighted_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
@@ -116,12 +116,10 @@ class Augmented(Dataset[Any]):
 
 def train_loader(
     dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8
-) -> TrainLoader:
-    options: Any = {"seed": 5, "global_batch_size": size, "micro_batch_size": 3}
-    order, context = find_order(dataset, 5, size), RankContext(rank, world_size)
-    return TrainLoader(
-        dataset, TASK, LoaderConfig(num_workers=workers), context, order=order, **options
-    )
+) -> TimedLoader:
+    plan, context = OrderedPlan(dataset, TASK, "training", 5, size), RankContext(rank, world_size)
+    config = LoaderConfig(num_workers=workers)
+    return TimedLoader(plan, config, context, global_batch_size=size, micro_batch_size=3)
 
 
 def rows(
@@ -134,7 +132,7 @@ def rows(
         loader.start(0, position)
         for _ in range(-(-(len(dataset) - position) // 8)):
             found += [
-                row for batch, _ in loader.next_step(nn.Identity()) for row in batch.batch.tolist()
+                row for (batch, _), _ in loader.next_step(nn.Identity()) for row in batch.tolist()
             ]
         loader.close()
     return sorted(found)
@@ -341,7 +339,7 @@ def is_weighted(indices: list[int]) -> bool:
 """
 RECORD = "        for (batch, request), weight in self.loader.next_step(strategy.module):\n"
 ASSERT = """            from .dataset import is_weighted
-            assert is_weighted([self.loader._reader.fetcher._dataset.indices[index] for index in request.indices])
+            assert is_weighted([self.loader.plan.dataset.indices[index] for index in request.indices])
 """
 
 
@@ -411,7 +409,12 @@ def test_collate_that_leaves_samples_out_is_refused_or_counts_those_left(
 
 def test_batches_that_hold_as_much_as_was_asked_for_are_taken() -> None:
     """Row 09: two views of each sample, pictures of different sizes in a list, padded and packed batches."""
-    check = partial(check_batch, task=TASK)
+
+    def check(batch: Any, num_samples: int, task: Any = TASK) -> None:
+        plan = Plan([0] * num_samples, replace(task, collate=lambda _: batch), "training")
+        indices = [*range(num_samples)]
+        plan[Request(0, indices, indices, num_samples)]
+
     check({"views": torch.ones(6, 2)}, 3)
     check(([torch.ones(2), torch.ones(4), torch.ones(3)], torch.ones(())), 3)
     check(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]), 2)
@@ -515,9 +518,9 @@ def test_samples_that_cannot_be_trained_on_are_refused_in_one_line(
 def test_reader_can_be_sent_to_a_worker_that_is_spawned_as_on_a_mac() -> None:
     # no lambda can be sent: the worker finds it in dataset.py
     task = replace(TASK, collate=lambda items: items)
-    fetcher = Fetcher(TensorDataset(torch.zeros(3)), task, 0)
-    received = pickle.loads(pickle.dumps(fetcher))
-    assert len(received._dataset) == 3 and received._task.collate is find_task().collate
+    plan = OrderedPlan(TensorDataset(torch.zeros(3)), task, "training")
+    received = pickle.loads(pickle.dumps(plan))
+    assert len(received.dataset) == 3 and received.task.collate is find_task().collate
 
 
 def test_data_set_that_holds_arrays_under_the_name_dataset_is_read() -> None:

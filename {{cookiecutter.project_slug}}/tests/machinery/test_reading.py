@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from template_package.core.config import LoaderConfig
-from template_package.core.data import BatchReader, EvaluationLoader, move
+from template_package.core.data import move
 from template_package.core.task import find_task
+from template_package.data import OrderedPlan, create_evaluation_loader
 from template_package.launching.distributed import RankContext
 
 TASK = find_task()
+WORKER = LoaderConfig(num_workers=1)
 
 
 class Encoding(UserDict[str, Any]):
@@ -86,12 +88,9 @@ class WholeBatches(ProcessIds):
 def test_data_set_that_reads_whole_batches_needs_no_workers_even_for_a_gpu() -> None:
     # Hugging Face's: it decodes
     table = type("Dataset", (WholeBatches,), {"__module__": "datasets.arrow_dataset"})()
-    context = RankContext(devices=(torch.device("cuda"),))
-    workers = [
-        BatchReader(each, TASK, LoaderConfig(), context, 0, "x").num_workers
-        for each in (WholeBatches(), table)
-    ]
-    assert workers[0] == 0 < workers[1]
+    subset = Subset(table, range(8))
+    plans = [OrderedPlan(each, TASK, "training") for each in (WholeBatches(), table, subset)]
+    assert [plan.max_workers for plan in plans] == [0, 8, 8]
 
 
 def test_evaluation_begins_with_the_longest_samples() -> None:
@@ -100,19 +99,17 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
         next(
-            EvaluationLoader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read_first(
+            create_evaluation_loader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read(
                 2, 1
             )
-        ).request
+        )
         for rank in range(2)
     ]
-    assert [request.indices for request in first] == [[2, 5], [6, 3]]
+    assert [request.indices for _, request in first] == [[2, 5], [6, 3]]
 
 
 def test_workers_stay_from_one_evaluation_to_the_next() -> None:
-    loader = EvaluationLoader(
-        ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation"
-    )
+    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, RankContext(), "validation")
     seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
     next(loader.read(2))  # broken off, with batches that a worker has read ahead
@@ -122,14 +119,8 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
 @pytest.mark.parametrize("num_parts", [0, 2])
 def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
     """If only a garbage collection ended them, each run with workers would wait for them for seconds at its end."""
-    loader = EvaluationLoader(
-        ProcessIds(), TASK, LoaderConfig(num_workers=1), RankContext(), "validation"
-    )
-    pids = {
-        int(pid)
-        for batch, _ in (loader.read_first(4, num_parts) if num_parts else loader.read(4))
-        for pid in batch
-    }
+    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, RankContext(), "validation")
+    pids = {int(pid) for batch, _ in loader.read(4, num_parts) for pid in batch}
     gc.disable()
     try:
         started_at = time.monotonic()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from template_package.core.data import Fetcher, Request
+from template_package.core.data import Plan, Request
 from template_package.core.task import find_task
 
 from conftest import PACKAGE, ROOT, Project, clean_environment
@@ -216,10 +216,9 @@ def test_crops_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
     crops = names["Crops"](str(tmp_path / "train.bin"), 8)
 
     def starts(*pieces: list[int]) -> list[int]:
-        fetcher = Fetcher(crops, find_task(), seed=1)
+        plan = Plan(crops, find_task(), "training", seed=1)
         batches = [
-            fetcher[Request(0, piece, piece, len(piece), 1.0, is_last=True)].batch
-            for piece in pieces
+            plan[Request(0, piece, piece, len(piece), 1.0, is_last=True)][0] for piece in pieces
         ]
         for inputs, targets in batches:
             assert torch.equal(inputs + 1, targets) and inputs.shape[1] == 8

@@ -15,7 +15,7 @@ from template_package.config import DdpConfig, TrainingConfig
 from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader
 from template_package.core.task import find_task
-from template_package.data.orders import find_order, weighted_order
+from template_package.data import OrderedPlan, weighted_order
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.data_parallel import DataParallelStrategy
@@ -50,9 +50,9 @@ def seen(
     ]
     for rank in range(world_size):
         context = RankContext(rank=rank, world_size=world_size)
-        options: Any = {"seed": 3, "global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
-        order = find_order(dataset, 3, GLOBAL_BATCH_SIZE)
-        loader = TrainLoader(dataset, TASK, LoaderConfig(), context, order=order, **options)
+        plan = OrderedPlan(dataset, TASK, "training", 3, GLOBAL_BATCH_SIZE)
+        sizes: Any = {"global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
+        loader = TrainLoader(plan, LoaderConfig(), context, **sizes)
         loader.start(epoch, position)
         for step in steps:
             for (batch, request), _ in loader.next_step(nn.Identity()):

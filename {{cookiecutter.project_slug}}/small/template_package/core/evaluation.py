@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .config import Config
-from .data import EvaluationLoader, loss_weight_of, move
+from .data import EvaluationLoader, Plan, loss_weight_of, move
 from .group import Interrupted
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
@@ -44,7 +44,7 @@ class Evaluator:
     def __init__(self, dataset: Any, name: str, config: Config, rank: Rank, task: Task) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
-        self._loader = EvaluationLoader(dataset, task, config.loader, rank, name, limit)
+        self._loader = EvaluationLoader(Plan(dataset, task, name), config.loader, rank, limit)
         self._config, self._task, self._rank = config, task, rank
         self.num_samples = self._loader.num_samples
         sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size

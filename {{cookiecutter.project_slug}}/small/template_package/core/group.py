@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .config import LaunchConfig
-from .launch import DEVICES, LISTENER, PARENT, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .launch import DEVICES, LISTENER, PARENT, Devices, as_stop, choose_devices
+from .processes import STOP_SIGNALS
 from .ranks import Rank, all_reduce, from_main, gather_objects, num_usable_cores
 from .settings import CommandLine
 

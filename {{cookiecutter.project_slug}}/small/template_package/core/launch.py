@@ -7,7 +7,6 @@ A lock on a GPU is an abstract Unix socket: one process alone can bind its name,
 free again when that process ends, however it ends.
 """
 
-import ctypes
 import json
 import math
 import os
@@ -24,11 +23,10 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, one_line
 from ..files import run_directory
+from .processes import STOP_SIGNALS
 from .settings import CommandLine, parse_device_ids
 
 GIB = 2**30
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a run to stop. SIGHUP (the terminal was lost) and SIGUSR1 (SLURM's) are as SIGTERM."""
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop, and has saved if it had time to."""
 ENDED_EARLY = (-signal.SIGTERM, -signal.SIGUSR1)
@@ -234,14 +232,6 @@ def tell_failure(text: str, code: int, rank: Any = None) -> None:
             first = rank.store.compare_set("failure", "", own).decode()
     if first == own:
         print(text, file=sys.__stderr__, flush=True)
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends. Exit now if it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None:
