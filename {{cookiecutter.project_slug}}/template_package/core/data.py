@@ -130,7 +130,7 @@ class Plan(Dataset[MicroBatch]):
                     f"{text} Mend the samples in dataset.py, or write collate(items) there."
                 ) from None
             raise RuntimeError(
-                f"the data set, or its collate function, raised {type(error).__name__} "
+                f"the data set, or its collate function, raised {error!r} "
                 f"while reading the samples {request.indices} of {type(self.dataset).__name__}"
             ) from error
         size = largest_size(batch)
