@@ -72,6 +72,7 @@ SMALL_KEEPS = {
         "core/__init__.py",
         "core/config.py",
         "core/random_states.py",
+        "core/ranks.py",
         "core/settings.py",
         "core/task.py",
         "dataset.py",
@@ -290,7 +291,11 @@ def ask_git(folder: Path, *words: str) -> str | None:
     """Return git's output, or None if git fails or is not installed."""
     try:
         return subprocess.check_output(
-            ["git", *words], cwd=folder, stderr=subprocess.DEVNULL, encoding="utf-8"
+            # reading is safe in a colleague's clone, too
+            ["git", "-c", "safe.directory=*", *words],
+            cwd=folder,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
         ).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -312,9 +317,14 @@ def next_steps(project: Path, answers: Mapping[str, str], state: str) -> str:
     if state != "PASSED":
         steps += [("python run.py smoke", "two CPU ranks train, save, resume and evaluate")]
     if state != "FAILED":
+        # inside a repository, a second one would hide the project from the first
+        is_inside = ask_git(project, "rev-parse", "--is-inside-work-tree") == "true"
+        commit = (
+            f"git {'add .' if is_inside else 'init -b main && git add -A'} && git commit -m Start"
+        )
         steps += [
             ("python run.py", "trains on the devices that config.yaml names"),
-            ("git init -b main && git add -A && git commit -m Start", "before your first change"),
+            (commit, "before your first change"),
         ]
     lines = [
         f"  {command:<56}{'# ' + reason if reason else ''}".rstrip() for command, reason in steps

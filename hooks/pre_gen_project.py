@@ -181,6 +181,10 @@ def repeat_command(answers: Mapping[str, str], problems: Mapping[str, str]) -> s
 
 def main() -> int:
     answers = json.loads(RAW) | typed_tools()
+    if "{{" in answers["__project_name_q"]:  # cookiecutter 1 does not render it
+        remedy = "Type: python -m pip install 'cookiecutter>=2.7'"
+        print(f"error: this cookiecutter is too old for the template. {remedy}", file=sys.stderr)
+        return 1
     if Path(__file__).is_relative_to(tempfile.gettempdir()):
         Path(__file__).unlink()  # the rendered copy of this file, which cookiecutter leaves behind
     problems = find_problems(answers)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,28 @@ def test_next_steps_fit_the_state(tmp_path: Path, state: str) -> None:
     assert f"cd '{tmp_path}/a folder'" in steps
     assert ("pip install" in steps) == (state in {"NOT RUN", "SKIPPED"})
     assert ("run.py smoke" in steps) == (state != "PASSED")
+
+
+def test_next_steps_make_no_repository_inside_another(tmp_path: Path) -> None:
+    answers = {"smoke_test": "auto", "package_name": "net"}
+    assert "git init -b main" in next_steps(tmp_path, answers, "PASSED")
+    subprocess.check_call(["git", "init", "--quiet", tmp_path])
+    steps = next_steps(tmp_path, answers, "PASSED")
+    assert "git add ." in steps and "git init" not in steps
+
+
+@pytest.mark.slow
+def test_cookiecutter_that_is_too_old_is_refused_in_one_line(
+    template: Path, tmp_path: Path
+) -> None:
+    """Debian 12 has 1.7.3, which renders no private variables."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    pip = [str(tmp_path / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    subprocess.check_call([*pip, "cookiecutter==1.7.3"])
+    command = [tmp_path / "venv" / "bin" / "cookiecutter", template, "--no-input", "-o", "made"]
+    result = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert result.returncode == 1 and not [*tmp_path.glob("made/*")]
+    assert "error: this cookiecutter is too old for the template. Type:" in result.stderr
 
 
 def test_pythons_are_searched_in_the_documented_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,34 @@ def test_small_project_becomes_a_full_one(repository: Path, tmp_path: Path) -> N
     assert code == 0, output
     full = files_of(bake(repository, tmp_path / "full", **ANSWERS))
     assert files_beside_git(project) == full | {"net/model.py": b"MINE = True\n"}
+
+
+def test_change_of_a_renamed_file_is_told(repository: Path, tmp_path: Path) -> None:
+    project = bake(repository, tmp_path / "work", **ANSWERS)
+    (project / "net" / "files.py").rename(project / "net" / "writing.py")
+    (project / "net" / "errors.py").unlink()
+    commit(project)
+    edit(repository / PROJECT / "template_package" / "files.py", '"""', '# mended\n"""')
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    told = [line for line in output.splitlines() if line.startswith("not updated")]
+    assert told == ["not updated, since you have deleted or renamed it: net/files.py"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_repository_of_another_user(repository: Path, tmp_path: Path) -> None:
+    """git refuses it: the update passes its remedy on, and a new project notes the template's commit all the same."""
+    project = bake(repository, tmp_path / "work", **ANSWERS)
+    commit(project)
+    for path in (project, *project.rglob("*")):
+        os.chown(path, 12345, 12345)
+    code, output = update(project, str(repository))
+    assert code == 1 and "dubious ownership" in output and "safe.directory" in output, output
+    state = git(repository, "rev-parse", "HEAD").strip()
+    for path in (repository, *repository.rglob("*")):
+        os.chown(path, 12345, 12345)
+    assert read_origin(bake(repository, tmp_path / "other", **ANSWERS))["commit"] == state
 
 
 def make_old(repository: Path) -> None:

@@ -113,7 +113,7 @@ def main() -> int:
                 "full: package and run.py",
                 full,
                 full_package,
-                51,
+                53,
                 MAX_TOKENS["full"],
                 aim_tokens=42_000,
             ),
@@ -124,7 +124,7 @@ def main() -> int:
                 "full: modules that trainer.py imports", full, modules_of_trainer(full), 16
             ),
             *print_flows(
-                "full", full, Path(folder, "spy-full"), max_to_step=32, max_from_sigterm=18
+                "full", full, Path(folder, "spy-full"), max_to_step=33, max_from_sigterm=18
             ),
             print_density("small: a line of code in the package", small, small_package, 9.0),
             print_density("full: a line of code in the package", full, full_package, 10.3),

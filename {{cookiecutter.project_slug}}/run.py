@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 os.environ["CUDA_DEVICE_ORDER"] = (
     "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
 )
-os.environ["MPLBACKEND"] = (
-    "agg"  # a notebook's own backend may be missing here, and its import would fail
-)
 
 if TYPE_CHECKING:  # imports are inside functions, since the process that starts the ranks does not load the trainer
     from template_package.config import Config
@@ -74,6 +71,14 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
+        os.set_inheritable(spare, True)
+    os.close(spare)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
+    # a notebook's own backend may be missing here, and its import would fail
+    os.environ["MPLBACKEND"] = "agg"
     # until the launcher handles them: torch's import would lose Ctrl-C
     for name in (
         signal.SIGINT,

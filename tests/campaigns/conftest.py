@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 import time
 import traceback
@@ -18,8 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
-from baking import PROJECT, ROOT
+from baking import PROJECT, ROOT, bake
 
 REPORTS = ROOT / "build" / "campaigns"
 
@@ -128,18 +130,31 @@ def project_tests() -> ModuleType:
 
 @pytest.fixture
 def make_project(
-    project_tests: ModuleType, tmp_path: Path
-) -> Iterator[Callable[[Path | None], Any]]:
+    project_tests: ModuleType, tmp_path: Path, template: Path
+) -> Iterator[Callable[..., Any]]:
     """Yield a function that makes a project like those of the generated tests.
 
     The function's argument is a folder with the project's model.py and dataset.py, or None for those of the tests.
+    With size="small" it is a new project of that size, in which run() needs a `command`.
     """
     sessions = []
 
-    def make(workload: Path | None) -> Any:
-        folder = project_tests.copy_project(
-            tmp_path / "project", workload or project_tests.WORKLOAD
-        )
+    def make(workload: Path | None, size: str = "full") -> Any:
+        workload = workload or project_tests.WORKLOAD
+        if size == "small":
+            folder = bake(template, tmp_path, size="small")
+            for name in ("model.py", "dataset.py"):
+                shutil.copy(workload / name, folder / "ddp_experiment")
+            known = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+            settings = yaml.safe_load(project_tests.SETTINGS)
+            for section in filter(lambda name: isinstance(known[name], dict), {*known}):
+                own = settings.get(section, {})
+                settings[section] = {key: own[key] for key in own if key in known[section]}
+            settings = {key: settings[key] for key in settings if key in known}
+            settings |= {"data": {}, "model": {}}
+            (folder / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        else:
+            folder = project_tests.copy_project(tmp_path / "project", workload)
         sessions.append(project_tests.Session(folder, tmp_path / "session.txt"))
         return project_tests.Project(folder, sessions[-1])
 

@@ -76,6 +76,7 @@ def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("size", ["small", "full"])
 @pytest.mark.parametrize(
     ("disturb", "fault", "phases", "num_rounds"),
     [(kill, "SIGKILL", list(PHASES), 13), (ask_to_stop, "SIGTERM or SIGUSR1", ["s", "e", "w"], 10)],
@@ -85,11 +86,12 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     fault: str,
     phases: list[str],
     num_rounds: int,
-    make_project: Callable[[Path], Any],
+    size: str,
+    make_project: Callable[..., Any],
     is_long: bool,
     report: Report,
 ) -> None:
-    project, choose = make_project(WORKLOAD), random.Random(seed := 11)
+    project, choose = make_project(WORKLOAD, size), random.Random(seed := 11)
     startup_seconds = run_undisturbed(project)
     wanted = phases * (num_rounds if is_long else 1)
     tries: dict[str, Tries] = {phase: Tries() for phase in PHASES}
@@ -102,10 +104,10 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         with run.one(project.name):
             for phase in wanted[:6]:
                 if not disturb_in(
-                    project, phase, startup_seconds, disturb, choose, of_run, command
+                    project, phase, startup_seconds, disturb, choose, of_run, command, size
                 ):
                     break  # the run had come to its end
-            project.run(*WORDS, f"name={project.name}")
+            project.run(*WORDS, f"name={project.name}", command=[sys.executable])
             assert_same(project, project.name)
             shutil.rmtree(project.directory(project.name))
         assert of_run or not run.failures, run.failures
@@ -116,14 +118,14 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         del wanted[: len(of_run)]
         num_runs += 1
     text = (
-        f"## {len(hits)} x {fault} in {num_runs} runs\n\n{inspect.getdoc(disturb)}\n\n{describe(hits)}\n\n"
+        f"## {len(hits)} x {fault} in {num_runs} runs, size={size}\n\n{inspect.getdoc(disturb)}\n\n{describe(hits)}\n\n"
         "The phase is rank 0's at that moment. After the same command had run to its end, metrics.jsonl (but for "
         "samples_per_second), weights, model.safetensors, optimizer and random states equalled those of an undisturbed "
         "run to the bit; no temporary file was left."
     )
     for phase in phases:
         report(
-            f"{fault} during {PHASES[phase]}",
+            f"size={size}: {fault} during {PHASES[phase]}",
             tries[phase],
             text if phase == phases[0] else "",
             seed=seed,
@@ -151,6 +153,7 @@ def disturb_in(
     choose: random.Random,
     hits: list[Hit],
     command: Sequence[str],
+    size: str,
 ) -> bool:
     """Start the run, send a signal in phase `wanted`, and add a Hit to `hits`. Return False if the run ended first."""
     marker, checkpoints = project.folder / "phase", project.directory(project.name) / "checkpoints"
@@ -165,7 +168,7 @@ def disturb_in(
     if process.poll() is not None:
         assert process.returncode == 0, process.communicate()
         return False
-    family = family_of(process.pid, has_fork_server=not command)
+    family = family_of(process.pid, has_fork_server=size == "full" and not command)
     sessions = {process.pid} | (
         {pid for pid, kind in family.items() if kind == "rank"} if command else set()
     )

@@ -11,6 +11,7 @@ from .conftest import SAME
 from .hosts import Host
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+ONE_NODE = "--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1"
 
 
 def test_ranks_started_by_run_py(image: Host, image_losses: list[float]) -> None:
@@ -28,22 +29,22 @@ def test_script_for_torchrun(image: Host, image_losses: list[float]) -> None:
     [
         (
             "device_ids=cpu,cpu name=a",
-            "--nproc-per-node=2 --standalone",
+            f"--nproc-per-node=2 {ONE_NODE}",
             "device_ids=cpu,cpu name=a",
         ),
-        ("device_ids=[cpu,cpu,cpu]", "--nproc-per-node=3 --standalone", "device_ids=[cpu,cpu,cpu]"),
-        ("device_ids=auto", "--nproc-per-node=1 --standalone", "device_ids=auto"),
-        ("name=a", "--nproc-per-node=1 --standalone", "name=a"),  # config.yaml says auto
-        ("--config three.yaml", "--nproc-per-node=3 --standalone", "--config three.yaml"),
+        ("device_ids=[cpu,cpu,cpu]", f"--nproc-per-node=3 {ONE_NODE}", "device_ids=[cpu,cpu,cpu]"),
+        ("device_ids=auto", f"--nproc-per-node=1 {ONE_NODE}", "device_ids=auto"),
+        ("name=a", f"--nproc-per-node=1 {ONE_NODE}", "name=a"),  # config.yaml says auto
+        ("--config three.yaml", f"--nproc-per-node=3 {ONE_NODE}", "--config three.yaml"),
         (
             "--config=three.yaml name=b",
-            "--nproc-per-node=3 --standalone",
+            f"--nproc-per-node=3 {ONE_NODE}",
             "--config=three.yaml name=b",
         ),
-        ("evaluate device_ids=cpu", "--nproc-per-node=1 --standalone", "evaluate device_ids=cpu"),
+        ("evaluate device_ids=cpu", f"--nproc-per-node=1 {ONE_NODE}", "evaluate device_ids=cpu"),
         (
             "--max-restarts=0 --nproc-per-node=2 device_ids=auto",
-            "--max-restarts=0 --nproc-per-node=2 --standalone",  # the last one counts
+            f"--max-restarts=0 --nproc-per-node=2 {ONE_NODE}",  # the last one counts
             "device_ids=auto",
         ),
     ],
@@ -93,7 +94,7 @@ def test_script_for_torchrun_leaves_out_what_an_older_torchrun_does_not_know(
     assert options == [
         "--max-restarts=3",
         "--nproc-per-node=2",
-        "--standalone",
+        *ONE_NODE.split(),
         f"{image.folder}/run.py",
     ]
 

@@ -62,7 +62,8 @@ bake() {
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ ! -f .cruft.json ]] || fail "cruft made this project. Type: cruft update"
 [[ -f .template.json ]] || fail "there is no .template.json, which says how this project was made"
-git rev-parse --git-dir >/dev/null 2>&1 || fail "no git repository. Type: git init -b main && git add -A && git commit -m Start"
+problem=$(git rev-parse --git-dir 2>&1 >/dev/null) || # such as a repository of another user
+  fail "git sees no repository here: $problem. If there is none, type: git init -b main && git add -A && git commit -m Start"
 [[ -z $(git status --porcelain --untracked-files=no) ]] || fail "there are uncommitted changes. Commit or stash them first."
 git ls-files --error-unmatch .template.json >/dev/null 2>&1 || fail ".template.json is not committed. Commit it first."
 
@@ -104,6 +105,8 @@ paths=(. ':!.template.json')
 while IFS= read -r -d '' path; do
   if ! yours=$(git rev-parse --quiet --verify ":./$path"); then
     paths+=(":(exclude,literal)$path")
+    git --git-dir="$work/versions" diff --quiet HEAD~ HEAD -- "$path" ||
+      echo "not updated, since you have deleted or renamed it: $path"
   elif ! git --git-dir="$work/versions" cat-file -e "HEAD:$path" 2>/dev/null &&
     [[ $yours != $(git --git-dir="$work/versions" rev-parse "HEAD~:$path") ]]; then
     paths+=(":(exclude,literal)$path")

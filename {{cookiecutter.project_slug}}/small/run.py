@@ -47,8 +47,8 @@ STARTED_AT = time.time()
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package import commands
+    from template_package.core.group import StopRequest
     from template_package.core.logs import rank_log
-    from template_package.core.ranks import StopRequest
     from template_package.core.task import find_task
     from template_package.files import run_directory
     from template_package.trainer import Trainer
@@ -97,7 +97,7 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
         from template_package.core.config import Config, build_config, to_dict
-        from template_package.core.ranks import check_alike, join, leave
+        from template_package.core.group import check_alike, join, leave
 
         config = build_config(line, Config)
         place = join(line, config.launch, devices)
@@ -121,6 +121,12 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
 
 
 if __name__ == "__main__":
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
+        os.set_inheritable(spare, True)
+    os.close(spare)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
     for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
         if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
@@ -128,4 +134,6 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
+    if "RANK" not in os.environ:
+        sys.exit(exit_code)
     os._exit(exit_code)  # on a normal exit, gloo's threads crash about one time in ten

@@ -1,5 +1,6 @@
 """Finds the folder of a run, and writes files so that the old file stays intact if the job is killed while writing."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -41,4 +42,7 @@ def disk_failure(path: Path, error: OSError) -> FailureError:
     remedy = (
         "The last checkpoint is whole: mend the disk or make room, and the same command continues."
     )
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+        remedy = "Is it another user's, or a link to a disk that is away? "
+        remedy += f"Set the variable {RUNS_FOLDER}=PATH to write elsewhere."
     return FailureError(f"cannot write {path}: {error.strerror or error}. {remedy}")

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .config import Config, differing_keys, settings_without_effect
+from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
 from .errors import StopRun
-from .launching.distributed import RankContext, all_reduce, from_main
+from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
 from .training.checkpoint import (

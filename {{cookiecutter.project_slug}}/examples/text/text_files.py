@@ -113,8 +113,7 @@ def _read_json(content: str) -> Records:
         return
     line, start, number = 1 + opening[0].count("\n"), opening.end(), 1
     while True:
-        between = gap.match(content, start)
-        assert between, "it matches nothing too"
+        between: Any = gap.match(content, start)  # never None: it matches nothing too
         line, start = line + between[0].count("\n"), between.end()
         if content[start : start + 1] == "]":
             if rest := content[start + 1 :].strip():

@@ -56,7 +56,8 @@ if [[ ${options[*]} != *--nproc* ]]; then
   options+=(--nproc-per-node="$num_devices")
 fi
 if [[ ${options[*]} != *--nnodes* ]]; then
-  options+=(--standalone) # uses a free port, so several runs on one node do not meet
+  # A free port, so that several runs on one node do not meet; an address, since the host's name may lead nowhere.
+  options+=(--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1)
 fi
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default without its warning; run.py divides the cores itself

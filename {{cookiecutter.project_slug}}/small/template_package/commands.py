@@ -19,8 +19,9 @@ from .core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read
 from .core.config import Config, build_config, differing_keys
 from .core.data import EvaluationLoader
 from .core.evaluation import Evaluator
+from .core.group import StopRequest
 from .core.random_states import seed_generators
-from .core.ranks import Rank, StopRequest, from_main, gather_objects
+from .core.ranks import Rank, from_main, gather_objects
 from .core.settings import CommandLine
 from .core.strategies import Strategy, settle_precision
 from .core.task import Task

@@ -30,6 +30,7 @@ from .core.checks import check_finite, check_replicas, rehearse, set_training
 from .core.config import Config, differing_keys, to_dict
 from .core.data import TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
+from .core.group import Interrupted, StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
 from .core.optimizer import choose_optimizer, set_learning_rate
 from .core.random_states import (
@@ -39,16 +40,7 @@ from .core.random_states import (
     seed_generators,
     set_random_states,
 )
-from .core.ranks import (
-    Interrupted,
-    Rank,
-    StopRequest,
-    all_reduce,
-    from_main,
-    gather_objects,
-    pack,
-    unpack,
-)
+from .core.ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .core.settings import NEEDS_FULL
 from .core.strategies import create_strategy, settle_precision
 from .core.task import Task, tell_of_names

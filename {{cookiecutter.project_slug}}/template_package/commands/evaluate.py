@@ -8,11 +8,12 @@ from typing import Any
 
 from ..config import Config
 from ..core.config import differing_keys, to_dict
+from ..core.ranks import from_main
 from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
 from ..files import run_directory, write_json
-from ..launching.distributed import RankContext, from_main, rank_context
+from ..launching.distributed import RankContext, rank_context
 from ..optional_files import available_files
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from ..config import Config
+from ..core.ranks import gather_objects
 from ..core.task import Function, find_task
 from ..errors import ConfigError
 from ..files import run_directory, write_whole
-from ..launching.distributed import gather_objects, rank_context
+from ..launching.distributed import rank_context
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
 from ..training.evaluation import EvaluationLoader

@@ -63,18 +63,21 @@ def _train_resume_evaluate(settings: list[str]) -> int:
     _run("resuming from the checkpoint", [*settings, "name=second"])
     before, after = _losses(first), _losses(second)
     has_resumed = [*after] == [*range(SAVED_STEP + 1, LAST_STEP + 1)]
-    assert has_resumed, (
-        f"the second run did not resume after step {SAVED_STEP}: its losses are {after}"
+    _check(
+        has_resumed,
+        f"the second run did not resume after step {SAVED_STEP}: its losses are {after}",
     )
     for step, loss in after.items():
         is_equal = math.isclose(loss, before[step], rel_tol=RELATIVE_TOLERANCE)
-        assert is_equal, (
-            f"step {step}: the resumed run's loss is {loss}, the uninterrupted one's {before[step]}"
+        _check(
+            is_equal,
+            f"step {step}: the resumed run's loss is {loss}, the uninterrupted one's {before[step]}",
         )
 
     _run("evaluating", [*settings, "name=second"], command="evaluate")
     evaluation = json.loads((second / "evaluation.json").read_text(encoding="utf-8"))
-    assert evaluation["step"] == LAST_STEP, f"the last checkpoint holds step {evaluation['step']}"
+    step = evaluation["step"]
+    _check(step == LAST_STEP, f"the last checkpoint holds step {step}")
     return int(evaluation["num_samples"])
 
 
@@ -93,7 +96,13 @@ def _run(task: str, arguments: list[str], command: str = "train") -> None:
         command_line = [sys.executable, str(script), command, *arguments]
         code = subprocess.call(command_line, env=environment, stdout=file, stderr=file, timeout=300)
     last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
-    assert code == 0, "\n".join([f"{task}: exit code {code}", *last_lines])
+    _check(code == 0, "\n".join([f"{task}: exit code {code}", *last_lines]))
+
+
+def _check(condition: bool, problem: str) -> None:
+    # no `assert`, which PYTHONOPTIMIZE=1 would switch off
+    if not condition:
+        raise AssertionError(problem)
 
 
 def _losses(run: Path) -> dict[int, float]:

@@ -38,8 +38,8 @@ from torch.utils.data import (
 )
 
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, all_reduce, broadcast_object, gather_objects
-from ..launching.processes import STOP_SIGNALS, die_with_parent, num_usable_cores, signals_blocked
+from ..launching.distributed import RankContext
+from ..launching.processes import STOP_SIGNALS, die_with_parent, signals_blocked
 from .config import LoaderConfig
 from .random_states import (
     derive_seed,
@@ -48,6 +48,7 @@ from .random_states import (
     seed_cpu,
     seed_generators,
 )
+from .ranks import all_reduce, from_main, gather_objects, num_usable_cores
 from .task import Task, inner
 
 Order = Callable[[int], Any]
@@ -145,7 +146,8 @@ def check_dataset(dataset: Any, name: str) -> int:
     if is_stream(dataset):
         rule = "a stream can be trained on, not evaluated. Return a list of its first items, say"
         raise ConfigError(f"the {name} data set has no __len__ and __getitem__: {rule}.")
-    lengths: list[int] = broadcast_object(gather_objects(len(dataset)))
+    gathered = gather_objects(len(dataset))
+    lengths: list[int] = from_main(lambda: gathered)
     if min(lengths) != max(lengths):
         rule = "Every rank must see the same ones: is a folder still being filled, or a node's copy not whole?"
         raise ConfigError(f"the {name} data set differs between ranks: {lengths} samples. {rule}")

@@ -19,9 +19,10 @@ from torch.utils.data import _utils
 from ..core.config import LoaderConfig
 from ..core.data import Fetcher, MicroBatch, Request, TrainLoader, move
 from ..core.random_states import generators_restored
+from ..core.ranks import all_reduce
 from ..core.task import Task
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext
 
 logger = logging.getLogger(__name__)
 

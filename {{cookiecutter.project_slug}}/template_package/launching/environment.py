@@ -43,7 +43,8 @@ def launcher_of(environment: Mapping[str, str]) -> str | None:
     """Return "torchrun" (also for deepspeed and accelerate), "srun", "horovodrun", or None if no launcher was used."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return "torchrun"
-    if environment.get(SRUN[1], "1") != "1":  # one task alone is a shell on a node (srun --pty)
+    # one task alone, or the first of several with a terminal, is a shell on a node (srun --pty)
+    if environment.get(SRUN[1], "1") != "1" and "SLURM_PTY_PORT" not in environment:
         return "srun"
     return "horovodrun" if environment.get("HOROVOD_SIZE", "1") != "1" else None
 
@@ -121,7 +122,10 @@ def choose_interface(wanted: str | None, address: str, *, is_one_machine: bool =
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
-    target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+    try:
+        target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
+    except OSError:  # IPv6 alone: gloo chooses
+        return
     routes = [
         line.split()
         for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]

@@ -25,6 +25,7 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from ..config import Config
 from ..core.config import to_dict, values_of
+from ..core.ranks import num_usable_cores
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
 from . import distributed, processes
@@ -67,12 +68,17 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
     """Run run_fn(rank, world_size, config) once per rank, and return the exit code for run.py (0 for success)."""
     devices, launched = tuple(map(torch.device, node.devices.names)), node.launched
     num_ranks = launched.local_world_size if launched else world_size  # on this node
-    arguments = [
-        (rank, world_size, rank, num_ranks, devices[rank::num_ranks]) for rank in range(num_ranks)
-    ]
     contexts = [
-        RankContext(*values, tuple(node.devices.notes), processes.STARTED_AT)
-        for values in arguments
+        RankContext(
+            rank,
+            world_size,
+            rank,
+            num_ranks,
+            devices=devices[rank::num_ranks],
+            device_notes=tuple(node.devices.notes),
+            started_at=processes.STARTED_AT,
+        )
+        for rank in range(num_ranks)
     ]
     if launched is not None:
         context = replace(
@@ -148,8 +154,10 @@ def _run_rank(
         )
     # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower than with their share.
     # one rank has all cores by itself, and MKL is slower once it is told a number
-    if context.local_world_size > 1:
-        torch.set_num_threads(max(1, processes.num_usable_cores() // context.local_world_size))
+    own_threads = os.environ.get("OMP_NUM_THREADS")
+    is_own = own_threads is not None and (own_threads != "1" or console is None)  # torchrun's 1
+    if context.local_world_size > 1 and not is_own:
+        torch.set_num_threads(max(1, num_usable_cores() // context.local_world_size))
     # A second connection, opened now: another thread may block the first, and to look for a lost store takes minutes.
     store = context.store.clone()
 

@@ -56,11 +56,6 @@ class Failure(NamedTuple):
     is_silent: bool = False  # it was killed, and could not say why
 
 
-def num_usable_cores() -> int:
-    """Return how many CPU cores this process is allowed to use. A scheduler can set a limit below the total."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def start_fork_server() -> None:
     """Start the server that will fork the ranks. It imports slow packages while this process reads the config."""
     # Nothing here may touch CUDA, which a forked child could not use. So no file of the user's is preloaded.
@@ -164,6 +159,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         signal.signal(number, lambda number, _: early_requests.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent()
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
         # the launching process alone keeps the fork server, this rank's parent, alive
         os.close(alive)

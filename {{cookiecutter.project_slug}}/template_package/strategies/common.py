@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Config
+from ..core.ranks import all_reduce
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext
 
 # what a checkpoint may hold
 LEAVES = (

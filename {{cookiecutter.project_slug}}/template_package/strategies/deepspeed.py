@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DdpConfig, TrainingConfig
+from ..core.ranks import from_main, pack, unpack
 from ..errors import ConfigError, FailureError
-from ..launching.distributed import RankContext, from_main, join_group, pack, unpack
+from ..launching.distributed import RankContext, join_group
 from ..options_deepspeed import Options
 from .base import BuildOptimizer, weighted
 from .ddp import DistributedDataParallelStrategy

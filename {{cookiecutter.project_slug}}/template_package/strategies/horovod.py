@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from ..config import DdpConfig, TrainingConfig
+from ..core.ranks import from_main
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, broadcast_object
+from ..launching.distributed import RankContext
 from .base import BuildOptimizer
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment
@@ -126,7 +127,7 @@ def _connect(hvd: Any, context: RankContext) -> None:
         )
         meeting = address, server.start()
         server.init([])
-    host, port = broadcast_object(meeting)
+    host, port = from_main(lambda: meeting)
     _check_host_name(host)
     variables: dict[
         str, Any

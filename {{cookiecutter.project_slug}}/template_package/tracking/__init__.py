@@ -207,7 +207,11 @@ def _as_image(picture: Any) -> Any:
 def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     """Inside the `with` block, save this rank's output, logs and uncaught exceptions to logs/rank_<r>.log."""
     path = directory / "logs" / f"rank_{context.rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = _Output(path)
+    except OSError as error:
+        raise disk_failure(path, error) from error
     # tqdm's own is a system semaphore, which a killed rank would leave behind
     tqdm.set_lock(threading.RLock())
     package = logging.getLogger(__name__.partition(".")[0])
@@ -217,7 +221,7 @@ def rank_logs(directory: Path, context: RankContext) -> Iterator[None]:
     lines_to = partial(
         io.TextIOWrapper, encoding="utf-8", errors="backslashreplace", line_buffering=True
     )
-    with _Output(path) as file:
+    with output as file:
         stdout = stderr = log = lines_to(file)
         package.handlers = [logging.StreamHandler(log)]
         package.handlers[0].setFormatter(

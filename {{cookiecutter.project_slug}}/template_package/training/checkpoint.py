@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 from ..config import Config
 from ..core.config import all_keys, differing_keys, to_dict
 from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
+from ..core.ranks import from_main, gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
 from ..files import write_whole
-from ..launching.distributed import from_main, gather_objects, pack, unpack
 from ..strategies.base import Strategy
 from ..strategies.common import shapes_of
 from .optimization import WeightAverage

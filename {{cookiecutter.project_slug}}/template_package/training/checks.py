@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from ..core.data import MicroBatch, TrainLoader
 from ..core.random_states import generators_restored
+from ..core.ranks import all_reduce
 from ..core.task import RESERVED, Task
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
-from ..launching.distributed import RankContext, all_reduce
+from ..launching.distributed import RankContext
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
 from ..strategies.common import buffers_restored

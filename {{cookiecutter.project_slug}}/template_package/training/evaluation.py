@@ -19,10 +19,11 @@ from torch.utils.data import Dataset
 from ..config import Config
 from ..core.data import EvaluationLoader, MicroBatch, loss_weight_of, move
 from ..core.random_states import generators_restored
+from ..core.ranks import all_reduce, from_main, gather_objects, pack, unpack
 from ..core.task import Task, inner
 from ..errors import ConfigError
 from ..files import write_json
-from ..launching.distributed import RankContext, all_reduce, from_main, gather_objects, pack, unpack
+from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
 from ..strategies.common import buffers_restored
 from .hooks import call_on_evaluation_end, figures_of

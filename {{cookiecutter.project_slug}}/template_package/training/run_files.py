@@ -17,9 +17,10 @@ import yaml
 
 from ..config import Config
 from ..core.config import to_dict
+from ..core.ranks import from_main, gather_objects
 from ..errors import ConfigError
 from ..files import write_json, write_whole
-from ..launching.distributed import RankContext, from_main, gather_objects
+from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
 from .checkpoint import CheckpointFolder, export_weights
 

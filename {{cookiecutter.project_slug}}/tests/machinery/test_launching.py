@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.run
 
 from template_package.config import Config, LaunchConfig, load_config
+from template_package.core.ranks import num_usable_cores
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.launching.environment import Launched, choose_interface, find_launcher
@@ -26,7 +27,6 @@ from template_package.launching.launcher import _check_alike, find_node, serve_l
 from template_package.launching.processes import (
     OUT_OF_MEMORY,
     READY,
-    num_usable_cores,
     run_processes,
 )
 

@@ -11,17 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "template_package"
-MAX_MODULES_OF_TRAINER = 16
+MAX_MODULES_OF_TRAINER = 17
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
     "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
     "trainer": "training strategies tracking data launching.distributed core config files errors",
     "training": "strategies tracking data launching.distributed launching.processes core config files errors",
-    "strategies": "launching.distributed config options_deepspeed errors",
-    "tracking": "launching.distributed config core.config files errors",
+    "strategies": "launching.distributed core.ranks config options_deepspeed errors",
+    "tracking": "launching.distributed core.ranks core.config config files errors",
     "data": "launching.distributed core config optional_files errors",
-    "launching": "config core.config core.settings files errors",
+    "launching": "core.ranks core.config core.settings config files errors",
     "files": "errors",
     "config": "core optional_files errors",
     "optional_files": "",

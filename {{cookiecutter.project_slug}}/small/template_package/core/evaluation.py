@@ -14,8 +14,9 @@ from torch import Tensor
 from ..errors import ConfigError
 from .config import Config
 from .data import EvaluationLoader, loss_weight_of, move
+from .group import Interrupted
 from .random_states import generators_restored
-from .ranks import Interrupted, Rank, all_reduce, from_main, gather_objects, pack, unpack
+from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
 from .task import Task
 

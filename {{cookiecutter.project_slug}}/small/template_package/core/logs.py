@@ -148,12 +148,16 @@ def _drop_repeated_lines(path: Path, step: int, is_evaluation_pending: bool) -> 
 def rank_log(directory: Path, rank: Rank) -> Iterator[io.TextIOWrapper]:
     """Inside, this rank's output goes to logs/rank_<r>.log too; rank 0's also to the console."""
     path = directory / "logs" / f"rank_{rank.rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        output = _Output(path)
+    except OSError as error:
+        raise disk_failure(path, error) from error
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed rank leaves behind
     package = logging.getLogger(PACKAGE)
     package.propagate = False
     package.setLevel(logging.INFO)
-    with _Output(path) as file:
+    with output as file:
         log = _as_text(file)
         package.handlers = [logging.StreamHandler(log)]
         form = logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")

@@ -253,7 +253,8 @@ def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
     """Sum a 1 from each rank, and raise ArithmeticError if the total is wrong, which an IOMMU can cause."""
     import torch
 
-    from ...launching.distributed import all_reduce, rank_context
+    from ...core.ranks import all_reduce
+    from ...launching.distributed import rank_context
 
     ones = torch.ones(2**22, device=rank_context(rank, world_size).device)  # 16 MiB
     if not bool((all_reduce(ones) == world_size).all()):

@@ -1,20 +1,12 @@
-"""Tells a process which rank it is, joins the process group, and runs collectives.
-
-If there is one rank, there is no process group, and each function acts as if it had done its work.
-"""
+"""Joins the group of all ranks, asks it to stop, and leaves it."""
 
 import faulthandler
-import io
 import json
 import math
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,50 +14,14 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import ConfigError
 from .config import LaunchConfig
-from .launch import DEVICES, LISTENER, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .launch import DEVICES, LISTENER, PARENT, STOP_SIGNALS, Devices, as_stop, choose_devices
+from .ranks import Rank, all_reduce, from_main, gather_objects, num_usable_cores
 from .settings import CommandLine
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This process among all ranks, and its device."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-    store: Any = None  # key-value pairs that all ranks reach without a collective
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({socket.gethostname()}, {self.device})"
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0  # it alone prints and writes files
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-
-    @contextmanager
-    def local_rank_first(self, task: str) -> Iterator[None]:
-        """Run the body on local rank 0, then on the node's others, so a node downloads data once."""
-        key = f"first/{task}/{self.node_rank}"
-        if self.local_rank > 0:
-            self.store.wait([key], timedelta(days=7))  # NCCL's watchdog would abort a collective
-        try:
-            yield
-        finally:
-            if self.local_rank == 0 and self.local_world_size > 1:
-                self.store.set(key, "")
 
 
 def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Rank:
@@ -75,7 +31,7 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
     """
     if devices is not None:
         set_visible(devices)
-        rank = Rank(device=torch.device(devices.names[0]))
+        rank = Rank(devices=(torch.device(devices.names[0]),))
     else:
         rank = _join_launched(line, launch)
     if rank.device.type == "cuda":
@@ -117,8 +73,10 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if world_size == local_size:  # one machine, whose name may lead anywhere
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
-    torch.set_num_threads(max(1, num_usable_cores() // local_size))
+    own_threads = os.environ.get("OMP_NUM_THREADS")
+    if own_threads is None or (own_threads == "1" and PARENT not in os.environ):  # torchrun's 1
+        # Idle OpenMP threads spin: two ranks with a thread for each core run 15 times slower.
+        torch.set_num_threads(max(1, num_usable_cores() // local_size))
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     served: Any = {}
     if listener := os.environ.get(LISTENER):
@@ -148,58 +106,8 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
             store.set(key, json.dumps(devices))
         devices = Devices(*json.loads(store.get(key)))
         set_visible(devices)
-    device = torch.device(devices.names[local_rank])
-    return Rank(rank, world_size, local_rank, local_size, node_rank, device, store)
-
-
-def num_usable_cores() -> int:
-    is_linux = hasattr(os, "sched_getaffinity")  # a scheduler may allow fewer than there are
-    return len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
-
-
-# Collectives
-
-
-def all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `tensor` over all ranks in place, and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor, operation)
-    return tensor
-
-
-def gather_objects(value: Any) -> list[Any] | None:
-    """On rank 0, return the ranks' values, in rank order. On the others, return None."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values
-
-
-def from_main(function: Callable[[], Any]) -> Any:
-    """Call `function` on rank 0 and return its result on every rank. What it raises, all raise."""
-    values: list[Any] = [None, None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            values[0] = function()
-        except Exception as error:
-            values[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-    if values[1] is not None:
-        raise values[1]
-    return values[0]
-
-
-def pack(state: Any) -> bytes:
-    """Convert plain values and tensors to bytes, since object collectives fail on tensors."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def unpack(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    own = (torch.device(devices.names[local_rank]),)
+    return Rank(rank, world_size, local_rank, local_size, node_rank, own, store)
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error

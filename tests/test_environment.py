@@ -1,0 +1,169 @@
+"""Tests of what the environment does to a run: consoles, launchers' variables, folders, threads. In both sizes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baking import bake, plain_environment
+
+SHORT = (
+    "training.epochs=null training.max_steps=2 evaluation.every_epochs=null logging.tracker=none "
+    "logging.every_steps=1"
+).split()
+TWO = "device_ids=cpu,cpu"
+
+
+@pytest.fixture(scope="module")
+def projects(template: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("environment")
+    return {size: bake(template, folder / size, size=size) for size in ("small", "full")}
+
+
+@pytest.fixture(params=["small", "full"])
+def project(request: pytest.FixtureRequest, projects: dict[str, Path]) -> Path:
+    return projects[request.param]
+
+
+def run(project: Path, *command: str, **environment: str) -> tuple[int, str]:
+    """Run a command of the project in its folder. Return its exit code and output."""
+    result = subprocess.run(
+        command,
+        cwd=project,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=120,
+        env=plain_environment(environment),
+    )
+    return result.returncode, result.stdout
+
+
+def copy_of(project: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(project, folder / "project"))
+
+
+@pytest.mark.parametrize(("device_ids", "closed"), [("cpu", "<&- >&- 2>&-"), ("cpu,cpu", ">&-")])
+def test_closed_console_does_not_stop_a_run(
+    project: Path, tmp_path: Path, device_ids: str, closed: str
+) -> None:
+    words = f"device_ids={device_ids} {' '.join(SHORT)}"
+    line = f"exec {sys.executable} run.py {words} {closed}"
+    code, printed = run(project, "sh", "-c", line, DDP_RUNS_FOLDER=str(tmp_path))
+    assert code == 0, printed
+    lines = (tmp_path / "baseline" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [line.count('"loss"') for line in lines] == [1, 1]
+
+
+@pytest.mark.slow
+def test_smoke_test_fails_without_asserts_and_on_a_latin_console(
+    project: Path, tmp_path: Path
+) -> None:
+    project = copy_of(project, tmp_path)
+    model = next(project.glob("*/model.py"))
+    with model.open("a", encoding="utf-8") as file:  # a state that no checkpoint holds
+        file.write(
+            "\n_plain_loss, _calls = compute_loss, []\n"
+            "def compute_loss(model, batch):\n"
+            "    _calls.append(1)\n"
+            "    loss, outputs = _plain_loss(model, batch)\n"
+            "    return loss * len(_calls), outputs\n"
+        )
+    variables = {"PYTHONOPTIMIZE": "1", "PYTHONIOENCODING": "latin-1"}
+    code, printed = run(project, sys.executable, "run.py", "smoke", **variables)
+    assert code == 1 and "smoke test: FAILED" in printed, printed
+    assert "resume" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("kind", ["link to a disk that is away", "file"])
+def test_folder_that_cannot_be_made_is_told_in_one_line(
+    project: Path, tmp_path: Path, kind: str
+) -> None:
+    runs = tmp_path / "runs"
+    if kind == "file":
+        runs.touch()
+    else:
+        runs.symlink_to("/not-mounted/runs")
+    devices = "device_ids=cpu" if kind == "file" else TWO
+    words = (sys.executable, "run.py", devices, *SHORT)
+    code, printed = run(project, *words, DDP_RUNS_FOLDER=str(runs))
+    assert code == 1 and "Traceback" not in printed, printed
+    assert printed.count("Set the variable DDP_RUNS_FOLDER=PATH to write elsewhere") == 1
+
+
+def test_shell_of_an_allocation_with_several_tasks_is_no_launcher(
+    project: Path, tmp_path: Path
+) -> None:
+    """`srun --ntasks=4 --pty bash`: SLURM's variables tell of four tasks, and only this one is there."""
+    task = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    task |= {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "40000"}
+    words = (sys.executable, "run.py", TWO, *SHORT)
+    code, printed = run(project, *words, **task, DDP_RUNS_FOLDER=str(tmp_path))
+    assert code == 0 and "complete: 2 steps" in printed, printed
+
+
+@pytest.mark.parametrize(("typed", "expected"), [(None, 1), ("2", 2)])
+def test_own_number_of_threads_stays(
+    project: Path, tmp_path: Path, typed: str | None, expected: int
+) -> None:
+    """Two ranks share the cores; a number that the user has set is not overridden."""
+    if expected == 1 and len(os.sched_getaffinity(0)) > 3:
+        pytest.skip("two ranks have more than one core each")
+    project = copy_of(project, tmp_path)
+    with next(project.glob("*/dataset.py")).open("a", encoding="utf-8") as file:
+        file.write(
+            "\n_plain = build_datasets\n"
+            "def build_datasets(config):\n"
+            "    import torch\n"
+            "    print('threads', torch.get_num_threads())\n"
+            "    return _plain(config)\n"
+        )
+    variables = {} if typed is None else {"OMP_NUM_THREADS": typed}
+    code, printed = run(project, sys.executable, "run.py", TWO, *SHORT, **variables)
+    assert code == 0 and f"threads {expected}" in printed, printed
+
+
+def test_import_of_run_changes_no_backend(project: Path) -> None:
+    """A notebook imports run_fn: matplotlib would show no more pictures there."""
+    text = "import os; from run import run_fn; print(os.environ.get('MPLBACKEND'))"
+    assert run(project, sys.executable, "-c", text) == (0, "None\n")
+
+
+def test_one_rank_returns_to_the_tool_that_runs_it(
+    projects: dict[str, Path], tmp_path: Path
+) -> None:
+    """A profiler writes its file, and %run does not end the kernel."""
+    command = (sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), "run.py")
+    words = (*command, "device_ids=cpu", *SHORT)
+    code, printed = run(projects["small"], *words, DDP_RUNS_FOLDER=str(tmp_path))
+    assert code == 0 and (tmp_path / "profile").stat().st_size > 10_000, printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize(("limit", "expected"), [("100000 100000", 1), ("max 100000", 0)])
+def test_quota_of_a_container_counts(
+    project: Path, tmp_path: Path, limit: str, expected: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n", encoding="ascii")
+    package = next(project.glob("*/core/ranks.py")).parents[1].name
+    count = f"from {package}.core.ranks import num_usable_cores as count; print(count())"
+    # In a mount namespace of its own, the folder stands where a container's limits are read.
+    line = f'mount --bind {tmp_path} /sys/fs/cgroup && exec {sys.executable} -c "{count}"'
+    code, printed = run(project, "unshare", "--mount", "sh", "-c", line)
+    assert (code, printed) == (0, f"{expected or len(os.sched_getaffinity(0))}\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the host's name")
+def test_torchrun_trains_on_a_host_whose_name_leads_nowhere(project: Path, tmp_path: Path) -> None:
+    words = f"scripts/torchrun.sh {TWO} {' '.join(SHORT)}"
+    line = f"hostname no-such-host.invalid && exec {words}"
+    variables = {"PYTHON": sys.executable, "DDP_RUNS_FOLDER": str(tmp_path)}
+    code, printed = run(project, "unshare", "--uts", "sh", "-c", line, **variables)
+    assert code == 0 and "complete: 2 steps" in printed, printed
