@@ -37,13 +37,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from template_package.commands import parse_command_line
+from template_package.config import Config, build_config
 from template_package.errors import ConfigError
 from template_package.launching.devices import take_devices
 
 try:
     with redirect_stdout(sys.stderr):  # also what --help and imports of model.py print
         line = parse_command_line(sys.argv[2:], default_config=Path(sys.argv[1], "config.yaml"))
-        config = line.load_config()
+        config = build_config(line, Config)
         devices = take_devices(config.device_ids, config.launch, os.environ)
 except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
