@@ -19,7 +19,7 @@ from .config import Config, differing_keys, settings_without_effect
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
-from .errors import StopRun
+from .errors import ConfigError, StopRun
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
@@ -305,11 +305,18 @@ class Trainer:
             # a stream refuses other numbers of ranks
             self.loader.cursor = cursors[self.context.rank % len(cursors)]
         load_run(state, self.strategy, self.progress, self.config, self.average)
+        if state.get("is_of_other_run") and self.is_complete:
+            key, step = f"checkpoint.resume={self.config.checkpoint.resume}", self.progress.step
+            problem = f"it has done step {step}, and this run ends at {self.total_steps}"
+            raise ConfigError(f"{key}: {problem}. Raise training.epochs or training.max_steps.")
         if state and not self.is_complete:
             logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
             for key, change in differing_keys(state["config"], self.config).items():
                 if not key.startswith(("device_ids", "launch.")):  # they belong to a start
                     logger.info("changed since: %s: %s", key, change)
+                if key in ("training.epochs", "training.max_steps"):
+                    message = "the learning rate follows its schedule for %d steps"
+                    logger.info(message, self.total_steps)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""

@@ -2,7 +2,7 @@
 
 Replace everything that is marked REPLACE. The trainer uses `DataConfig` and `build_datasets`, and passes each batch to
 model.py. You may add the functions `collate` and `read_inputs` (for `run.py predict`), and give a data set the
-attributes `sample_lengths` and `sample_weights`, with one number per sample. README.md explains them.
+attributes `sample_lengths` and `sample_weights`, with one number per sample (size=full).
 """
 
 from dataclasses import dataclass

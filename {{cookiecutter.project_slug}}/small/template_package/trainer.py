@@ -267,7 +267,7 @@ class Trainer:
             stop.beat()
             if states is not None:
                 own = vars(self.progress).copy()
-                own["early_stopping"] = {
+                own["early_stopping"] = {  # the name of the format, which size=full shares
                     "num_samples": self.loader.num_samples,
                     "is_evaluation_pending": own.pop("is_evaluation_pending"),
                 }
@@ -280,7 +280,8 @@ class Trainer:
         state = read_once(partial(find_run, self.config, self.checkpoints))
         config, progress, own_name = self.config, self.progress, f"name={self.config.name}"
         if state:
-            if state.pop("is_of_other_run", False):
+            is_of_other_run = state.pop("is_of_other_run", False)
+            if is_of_other_run:
                 state |= self.recount(state)
             counts, now = state["early_stopping"], self.loader.num_samples
             former = counts.get("num_samples", now)
@@ -290,11 +291,20 @@ class Trainer:
             if "average" in state:  # it would no longer follow the weights
                 problem = f"was begun with training.ema_decay, which {NEEDS_FULL}"
                 raise ConfigError(f"{own_name}: {problem}")
-            self.strategy.load_state_dict(state)
             progress.step, progress.epoch = state["step"], state["epoch"]
             progress.position, progress.best = state["position"], state["best"]
             progress.is_evaluation_pending = counts.get("is_evaluation_pending", False)
+            if is_of_other_run and self.is_complete:
+                problem = (
+                    f"it has done step {progress.step}, and this run ends at {self.total_steps}"
+                )
+                remedy = "Raise training.epochs or training.max_steps"
+                raise ConfigError(
+                    f"checkpoint.resume={config.checkpoint.resume}: {problem}. {remedy}."
+                )
+            # Before the weights: what it did to them then is in the checkpoint.
             self.begin_epochs(progress.epoch if progress.position else progress.epoch - 1)
+            self.strategy.load_state_dict(state)
         # Each rank draws its own (dropout). A checkpoint of as many ranks holds where they were.
         seed_generators(derive_seed(config.seed, -1 - self.rank.rank, progress.step))
         if state and len(state["random_states"]) == self.rank.world_size:
@@ -304,6 +314,10 @@ class Trainer:
             for key, change in differing_keys(state["config"], config).items():
                 if not key.startswith(("device_ids", "launch.")):  # they belong to a start
                     logger.info("changed since: %s: %s", key, change)
+                if key in ("training.epochs", "training.max_steps"):
+                    logger.info(
+                        "the learning rate follows its schedule for %d steps", self.total_steps
+                    )
 
     def recount(self, state: dict[str, Any]) -> dict[str, Any]:
         """Keep another run's place in the data, but count its steps with this run's batch size."""

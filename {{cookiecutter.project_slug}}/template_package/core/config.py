@@ -255,11 +255,15 @@ def _explain(key: str, value: Any, problem: Any, defaults: Settings) -> str:
         while isinstance(value, dict) and value:  # a misspelt section: look at the first key in it
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
+        last = {other: other.rpartition(".")[2] for other in defaults}
         name = key.rpartition(".")[2]
-        alike = [other for other in defaults if other.endswith(f".{name}")]
-        alike = alike or get_close_matches(key, defaults, 1, 0.5)
+        names = [name] if name in last.values() else get_close_matches(name, last.values(), 2, 0.7)
+        alike = [other for other in defaults if last[other] in names]
+        section = f"{key.partition('.')[0]}."
+        alike = [other for other in alike if other.startswith(section)] or alike
+        meant = " or ".join(f"{other}={one_line(value)}" for other in alike[:2])
         remedy = "Delete it, or add a field to ModelConfig or DataConfig."
-        remedy = f"Did you mean {alike[0]}={one_line(value)}?" if alike else remedy
+        remedy = f"Did you mean {meant}?" if meant else remedy
         rule = f"this key {NEEDS_FULL}" if key in IN_FULL else f"there is no such key. {remedy}"
     elif cause == "dataclass_type":
         rule = f"{key} is a section. Set {key}.KEY=…"

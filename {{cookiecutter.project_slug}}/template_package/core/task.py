@@ -79,6 +79,9 @@ def find_task() -> Task:
         )
         value = getattr(module, item.name, None)
         found[item.name] = item.default if value is None else value
+        if value is not None and not callable(value):
+            problem = f"{item.name} is {value!r}, and the trainer calls a function of this name"
+            raise ConfigError(f"{file}: {problem}. Rename yours.")
         if found[item.name] is MISSING:
             raise ConfigError(
                 f"{file} has no {item.name}(). Write it; README.md says what it takes and returns."

@@ -247,7 +247,8 @@ def check_finite(losses: list[tuple[Tensor, int]], context: RankContext) -> None
     first_step = torch.where(torch.stack(values).isfinite(), sys.maxsize, steps_on_device).min()
     losses.clear()
     if (found := int(all_reduce(first_step, dist.ReduceOp.MIN))) != sys.maxsize:
-        remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or set training.max_gradient_norm=1"
+        remedy = "Look for a NaN in the samples or a mean over nothing, lower optimizer.learning_rate, or "
+        remedy += "set training.max_gradient_norm=1"
         problem = f"the loss of step {found}, or its gradient, is not finite"
         raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
 

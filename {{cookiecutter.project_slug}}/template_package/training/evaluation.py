@@ -93,7 +93,7 @@ class Evaluator:
             figures = self._add_up(strategy, self._loader.read(self.micro_batch_size), may_go_on)
             if log is not None:
                 call_on_evaluation_end(self._task, strategy, log)
-            figures |= self._compute_metrics()
+            figures = self._with_metrics(figures)
         if log is not None and not math.isfinite(value := figures[self._config.metric]):
             logger.warning(
                 "warning: evaluation.metric=%s is %g, so no best.pt is kept",
@@ -112,7 +112,7 @@ class Evaluator:
             )["loss"]
         with self._evaluating(strategy):
             whole = self._add_up(strategy, self._loader.read(size, num_parts=1))
-            whole |= self._compute_metrics()
+            whole = self._with_metrics(whole)
         self._check_mean(strategy, whole["loss"], halves)
         self._check_metric(whole)
         del self._metrics  # the run's own are built anew
@@ -223,6 +223,13 @@ class Evaluator:
         # [true class][predicted class]
         write_json(path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]})
         return path
+
+    def _with_metrics(self, figures: dict[str, float]) -> dict[str, float]:
+        metrics = self._compute_metrics()
+        if both := figures.keys() & metrics.keys():
+            problem = f"{', '.join(both)} stands for a metric and for a mean over samples"
+            raise ConfigError(f"model.py: {problem}. Rename one.")
+        return figures | metrics
 
     def _compute_metrics(self) -> dict[str, float]:
         """Compute the metrics over all ranks and reset them. Return those that are numbers, the same on every rank."""

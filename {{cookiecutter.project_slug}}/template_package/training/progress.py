@@ -120,6 +120,7 @@ class Progress:
             | counts
             | {
                 "best": None,
+                "is_of_other_run": True,
                 "early_stopping": {"best_epoch": epoch},
                 "random_states": random_states,
             }

@@ -78,7 +78,7 @@ def check_finite(losses: list[tuple[Tensor, int]], rank: Rank) -> None:
         for (_, step), is_finite in zip(losses, finite.tolist(), strict=True):
             if not is_finite:
                 problem = f"the loss of step {step}, or its gradient, is not finite"
-                remedy = "Look for a NaN in the samples, lower optimizer.learning_rate, or clip"
+                remedy = "Look for a NaN in the samples or a mean over nothing, lower optimizer.learning_rate, or clip"
                 raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
         losses.clear()
 

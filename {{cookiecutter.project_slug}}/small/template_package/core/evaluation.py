@@ -91,7 +91,11 @@ class Evaluator:
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
                     logger.warning(message, exc_info=True)
             if num_parts != 2:
-                figures |= self._compute_metrics()
+                metrics = self._compute_metrics()
+                if both := figures.keys() & metrics.keys():
+                    problem = f"{', '.join(both)} stands for a metric and for a mean over samples"
+                    raise ConfigError(f"model.py: {problem}. Rename one.")
+                figures |= metrics
         for part, is_training in modes:
             if part.training != is_training:  # what build_model() left in eval mode stays there
                 part.train(is_training)

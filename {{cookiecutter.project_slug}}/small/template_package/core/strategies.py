@@ -116,7 +116,7 @@ class Strategy:
         self.check_gradients()  # in later steps too: DDP would have averaged only some
         norm = None
         if max_gradient_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._names, max_gradient_norm)
+            norm = nn.utils.clip_grad_norm_(self._names.keys(), max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
