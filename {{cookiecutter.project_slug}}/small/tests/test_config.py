@@ -44,6 +44,7 @@ def test_stored_config_gives_the_same_config(tmp_path: Path) -> None:
     [
         ("training.epoch=3", ["there is no such key", "Did you mean training.epochs=3?"]),
         ("lr=0.1", ["lr=0.1", "there is no such key"]),
+        ("batch_size=8", ["micro_batch_size=8", " or ", "global_batch_size=8"]),
         ("training.epochs=-1", ["training.epochs=-1", "must be greater than 0"]),
         ("optimizer=adam", ["optimizer is a section"]),
         ("strategy=dpp", ["must be 'ddp' or 'fsdp'"]),

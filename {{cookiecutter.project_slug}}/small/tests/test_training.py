@@ -127,3 +127,56 @@ def after_step(model, step, log):
 def test_part_that_build_model_puts_in_eval_mode_stays_there(project: Project) -> None:
     project.append("model.py", EVAL)
     project.run("training.epochs=1", "evaluation.every_steps=2")
+
+
+EPOCHS = """
+
+def on_epoch_begin(model, epoch):
+    if epoch == 1:
+        torch.nn.init.zeros_(model[-1].weight)
+"""
+
+
+def test_what_on_epoch_begin_did_to_the_weights_is_not_done_again(project: Project) -> None:
+    project.append("model.py", EPOCHS)
+    words = ("training.epochs=2", "checkpoint.every_steps=10")
+    project.run(*words, "name=undisturbed")
+    project.run(*words)
+    for file in ("step_00000014.pt", "best.pt"):  # as after a kill
+        (project.directory("run") / "checkpoints" / file).unlink()
+    assert "resuming after step 10 of 14" in project.run(*words)
+    assert project.lines("run") == project.lines("undisturbed")
+    output = project.run("training.epochs=1", "name=new", f"checkpoint.resume={BRANCH}", code=2)
+    assert "it has done step 14, and this run ends at 7. Raise training.epochs" in output
+
+
+BRANCH = "runs/run/checkpoints/step_00000014.pt"
+
+
+def test_constant_with_the_name_of_a_function_is_refused(project: Project) -> None:
+    project.append("model.py", "loss_weight = 0.01\n")
+    output = project.run(code=2)
+    assert "model.py: loss_weight is 0.01" in output and "Rename yours" in output
+
+
+def test_term_of_the_loss_may_not_hide_a_metric(project: Project) -> None:
+    code = """
+
+def compute_loss(model, batch):
+    outputs = model(batch.inputs)
+    loss = (outputs - batch.targets).square().mean()
+    return {"main": loss, "error": 0 * loss}, outputs
+
+
+def build_metrics(config):
+    from torchmetrics import MeanMetric, MetricCollection
+
+    return MetricCollection({"error": MeanMetric()})
+
+
+def update_metrics(metrics, outputs, batch):
+    metrics.update(outputs)
+"""
+    project.append("model.py", code)
+    output = project.run(code=2)
+    assert "error stands for a metric and for a mean over samples" in output

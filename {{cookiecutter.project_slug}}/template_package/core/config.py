@@ -257,7 +257,9 @@ def _explain(key: str, value: Any, problem: Any, defaults: Settings) -> str:
             key = f"{key}.{name}"
         last = {other: other.rpartition(".")[2] for other in defaults}
         name = key.rpartition(".")[2]
-        names = [name] if name in last.values() else get_close_matches(name, last.values(), 2, 0.7)
+        names = (
+            [name] if name in last.values() else get_close_matches(name, {*last.values()}, 2, 0.7)
+        )
         alike = [other for other in defaults if last[other] in names]
         section = f"{key.partition('.')[0]}."
         alike = [other for other in alike if other.startswith(section)] or alike
