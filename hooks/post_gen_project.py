@@ -72,6 +72,7 @@ SMALL_KEEPS = {
         "core/__init__.py",
         "core/config.py",
         "core/data.py",
+        "core/optimizer.py",
         "core/processes.py",
         "core/random_states.py",
         "core/ranks.py",

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .config import Config, differing_keys, settings_without_effect
+from .core.optimizer import choose_optimizer, set_learning_rate
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
@@ -41,7 +42,7 @@ from .training.checks import (
 )
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, figures_of, total_of, watch_gradients
-from .training.optimization import WeightAverage, choose_optimizer
+from .training.optimization import WeightAverage
 from .training.progress import Progress, StepClock
 from .training.run_files import (
     log_devices,
@@ -50,7 +51,7 @@ from .training.run_files import (
     write_environment,
     write_summary,
 )
-from .training.schedule import learning_rate, set_learning_rate
+from .training.schedule import learning_rate
 from .training.stopping import Interrupted, StopRequest, beat, hang_watch
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
 from .core.group import Interrupted, StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
-from .core.optimizer import choose_optimizer, set_learning_rate
+from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate
 from .core.random_states import (
     derive_seed,
     generators_restored,
@@ -187,14 +187,9 @@ class Trainer:
     def train_step(self, is_logged: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Run one optimizer step. Return this rank's part of each mean, and the gradient norm."""
         task, strategy, step = self.task, self.strategy, self.progress.step
-        set_learning_rate(
-            strategy.optimizer,
-            self.config.schedule,
-            self.config.optimizer.learning_rate,
-            step,
-            self.total_steps,
-            task,
-        )
+        config, peak = self.config, self.config.optimizer.learning_rate
+        rate = learning_rate(config.schedule, peak, step, self.total_steps, task.learning_rate)
+        set_learning_rate(strategy.optimizer, rate, peak)
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):

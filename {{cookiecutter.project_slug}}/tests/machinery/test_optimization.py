@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import (
 
 from template_package.config import ScheduleConfig, TrainingConfig
 from template_package.core.config import OptimizerConfig
+from template_package.core.optimizer import build_optimizer, set_learning_rate
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.training.optimization import build_optimizer
 from template_package.training.progress import StepClock
-from template_package.training.schedule import learning_rate, set_learning_rate
+from template_package.training.schedule import learning_rate
 from template_package.training.stopping import Interrupted
 
 PEAK = 0.02
@@ -213,7 +213,7 @@ def test_cosine_at_the_points_known_by_heart() -> None:
 
 def test_groups_of_the_built_optimizer_get_exactly_the_value() -> None:
     optimizer = build_optimizer(make_model(), OptimizerConfig(learning_rate=PEAK))
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [PEAK, PEAK]
+    assert [group["lr"] for group in optimizer.param_groups] == [PEAK, PEAK]
     set_learning_rate(optimizer, 0.1 + 0.2, PEAK)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1 + 0.2] * 2
 

@@ -15,10 +15,10 @@ from torch import nn
 from workload import model as workload_model
 
 from template_package.config import TrainingConfig, load_config
+from template_package.core.optimizer import set_learning_rate
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.strategies import base, create_strategy
-from template_package.training.schedule import set_learning_rate
 
 from conftest import PACKAGE, ROOT, Project, Session
 from test_resuming import RANDOM, assert_equal

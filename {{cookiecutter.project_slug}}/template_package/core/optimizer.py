@@ -1,9 +1,13 @@
-"""Builds the optimizer, and computes the learning rate of each step."""
+"""Builds the optimizer, and computes the learning rate of each step.
+
+It imports neither model.py nor dataset.py, so that model.py may import build_optimizer().
+"""
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,16 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from .config import OptimizerConfig, ScheduleConfig
-from .task import Task
+
+if TYPE_CHECKING:
+    from .config import OptimizerConfig, ScheduleConfig
+    from .task import Task
 
 logger = logging.getLogger(__name__)
 
 
-def choose_optimizer(task: Task, model: nn.Module, config: OptimizerConfig) -> Optimizer:
+def choose_optimizer(task: "Task", model: nn.Module, config: "OptimizerConfig") -> Optimizer:
     """Build model.py's optimizer, or several, or else the one below."""
     built: Any = (task.build_optimizer or build_optimizer)(model, config)
-    optimizer = Optimizers(built) if isinstance(built, list | tuple) else built
+    optimizers = built if isinstance(built, list | tuple) else [built]
+    for one in optimizers:
+        try:
+            signature(one.step).bind()
+        except TypeError:
+            problem = f"{type(one).__name__}.step() needs a closure, and the trainer has none"
+            raise ConfigError(f"build_optimizer in model.py: {problem}. Take another.") from None
+    optimizer = Optimizers(built) if built is optimizers else built
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if held - {*model.parameters()}:
         problem = "its optimizer has parameters that the model does not hold, and no checkpoint"
@@ -48,7 +61,7 @@ class Optimizers(Optimizer):
             optimizer.step()
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+def build_optimizer(model: nn.Module, config: "OptimizerConfig") -> Optimizer:
     """Build AdamW, Adam or SGD. Biases and norms (fewer than two dimensions) get no weight decay."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -57,41 +70,32 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     # One kernel for all tensors: a third of a small model's step. None: torch chooses.
-    can_fuse = all(p.is_floating_point() and p.device.type != "mps" for p in parameters)
+    can_fuse = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
     options: dict[str, Any] = {"lr": config.learning_rate, "fused": can_fuse or None}
     if config.name == "sgd":
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             options["fused"] = None  # torch has no such kernel for sharded tensors
         return torch.optim.SGD(groups, momentum=config.betas[0], **options)
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam  # arXiv:1711.05101
     return kind(groups, betas=(config.betas[0], config.betas[1]), **options)
 
 
-def set_learning_rate(
-    optimizer: Optimizer,
-    schedule: ScheduleConfig,
+def learning_rate(
+    schedule: "ScheduleConfig",
     peak: float,
     step: int,
     total_steps: int,
-    task: Task,
-) -> None:
-    """Set each group's rate: this step's part of the peak, times the group's initial rate."""
-    rate = learning_rate(schedule, peak, step, total_steps)
-    if task.learning_rate is not None:
-        rate = peak * float(task.learning_rate(step, total_steps))
-    for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", group["lr"])  # build_optimizer()'s own
-        group["lr"] = rate if initial == peak or peak == 0 else rate * initial / peak
-
-
-def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
+    factor: Callable[[int, int], float] | None = None,
+) -> float:
     """Return the rate of optimizer step `step`, counted from 1.
 
-    Linear warm-up reaches `peak` at step `warmup_steps`. Linear and cosine decay reach
+    If model.py has a learning_rate(), the `factor`, it is that times `peak`. Otherwise, linear
+    warm-up reaches `peak` at step `warmup_steps`, and linear and cosine decay reach
     `min_learning_rate` one step after the last.
     """
-    warmup, floor = schedule.warmup_steps, schedule.min_learning_rate
-    warmup = warmup if warmup >= 1 else round(warmup * total_steps)
+    if factor is not None:
+        return peak * float(factor(step, total_steps))
+    floor, warmup = schedule.min_learning_rate, warmup_of(schedule, total_steps)
     if step <= warmup:
         return peak * step / warmup
     progress = min(1.0, (step - 1 - warmup) / max(1, total_steps - warmup))
@@ -100,3 +104,16 @@ def learning_rate(schedule: ScheduleConfig, peak: float, step: int, total_steps:
     if schedule.name == "linear":
         return peak + (floor - peak) * progress
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warmup_of(schedule: "ScheduleConfig", total_steps: int) -> int:
+    """Return the number of warm-up steps, of which schedule.warmup_steps may be a fraction."""
+    steps = schedule.warmup_steps
+    return int(steps) if steps >= 1 else round(steps * total_steps)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float, peak: float) -> None:
+    """Set each group's rate: `rate / peak`, this step's part of the peak, times its initial rate."""
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])  # build_optimizer()'s own
+        group["lr"] = rate if initial == peak or peak == 0 else rate * initial / peak
