@@ -77,6 +77,7 @@ SMALL_KEEPS = {
         "core/random_states.py",
         "core/ranks.py",
         "core/settings.py",
+        "core/smoke.py",
         "core/task.py",
         "dataset.py",
         "errors.py",

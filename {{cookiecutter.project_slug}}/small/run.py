@@ -74,9 +74,11 @@ def main(arguments: list[str]) -> int:
     try:
         line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
         if line.command == "smoke":
-            from template_package.commands import smoke
+            from template_package.core.config import Config, build_config
+            from template_package.core.smoke import smoke
 
-            return smoke(line)
+            build_config(line, Config)  # a mistake in it is one line
+            return smoke([*(f"--config={path}" for path in line.config_paths), *line.words])
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:  # a launcher has started this rank
             return run_rank(line, None)
         devices = choose_devices(line)

@@ -2,12 +2,6 @@
 
 import json
 import logging
-import math
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,17 +10,16 @@ from typing import Any
 import torch
 
 from .core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
-from .core.config import Config, build_config, differing_keys
+from .core.config import Config, differing_keys
 from .core.data import EvaluationLoader, Plan
 from .core.evaluation import Evaluator
 from .core.group import StopRequest
 from .core.random_states import seed_generators
 from .core.ranks import Rank, from_main, gather_objects
-from .core.settings import CommandLine
 from .core.strategies import Strategy, settle_precision
 from .core.task import Task
 from .errors import ConfigError
-from .files import RUNS_FOLDER, write_json, write_whole
+from .files import write_json, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -124,67 +117,3 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
         return path
 
     return Path(from_main(find))
-
-
-FOLDER = Path(".smoke")
-LOG = FOLDER / "log.txt"
-SHORT = """
-    name=first device_ids=cpu,cpu strategy=ddp launch.backend=gloo loader.num_workers=0
-    training.epochs=4 training.max_steps=4 evaluation.every_steps=2 evaluation.every_epochs=null
-    evaluation.split=validation evaluation.checkpoint=last checkpoint.every_steps=2
-    checkpoint.every_epochs=null checkpoint.keep_last=null checkpoint.resume=auto
-    logging.every_steps=1 logging.tracker=none logging.progress_bar=false
-"""
-
-
-def smoke(line: CommandLine) -> int:
-    """Train, save, resume and evaluate on two CPU ranks. Print PASSED, or FAILED and why."""
-    build_config(line, Config)  # a mistake in it is one line
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir()
-    runs = FOLDER / "runs"
-    words = [*(f"--config={path}" for path in line.config_paths), *line.words, *SHORT.split()]
-    problem = _run("training on two ranks", words)
-    if not problem:
-        log = LOG.read_text(encoding="utf-8", errors="replace")
-        print(*re.findall("warning: .*\n", log), sep="", end="")
-        # The second run finds the checkpoint of a run that was killed after step 2.
-        later = shutil.ignore_patterns("step_*4.pt", "best.pt", "*.jsonl", "*.safetensors")
-        shutil.copytree(runs / "first", runs / "second", ignore=later)
-        problem = _run("resuming from the checkpoint", [*words, "name=second"])
-    if not problem:
-        before, after = _losses(runs / "first"), _losses(runs / "second")
-        # Some CPU kernels do not add in a fixed order.
-        is_equal = [math.isclose(after[step], before[step], rel_tol=1e-4) for step in after]
-        if [*after] != [3, 4] or not all(is_equal):
-            problem = f"resumed after step 2: losses {after}; without the stop: {before}"
-    problem = problem or _run("evaluating", ["evaluate", *words, "name=second"])
-    if problem:
-        shutil.rmtree(runs, ignore_errors=True)
-        print(f"{problem}\nsmoke test: FAILED ({LOG} has the whole output)")
-        return 1
-    evaluation = json.loads((runs / "second" / "evaluation.json").read_text(encoding="utf-8"))
-    shutil.rmtree(FOLDER)
-    what = "2 gloo ranks on CPU trained, saved step 2, went on from there, evaluated"
-    print(f"smoke test: PASSED ({what} {evaluation['num_samples']} samples)")
-    return 0
-
-
-def _run(task: str, arguments: list[str]) -> str:
-    """Run run.py with its output in LOG. Return "", or its last lines if it failed."""
-    print(f"smoke test: {task} …", flush=True)
-    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment[RUNS_FOLDER] = str(FOLDER / "runs")
-    script = Path(__file__).parents[1] / "run.py"
-    with LOG.open("ab") as file:
-        command = [sys.executable, str(script), *arguments]
-        code = subprocess.call(command, env=environment, stdout=file, stderr=file)
-    lines = LOG.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([f"{task}: exit code {code}", *lines[-20:]]) if code else ""
-
-
-def _losses(run: Path) -> dict[int, float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
