@@ -71,6 +71,9 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
+        os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
+        os.execv(sys.executable, sys.orig_argv)
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
         os.set_inheritable(spare, True)
     os.close(spare)

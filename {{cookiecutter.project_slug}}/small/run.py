@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 run.py              trains on two ranks that torchru
 python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -122,6 +123,9 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
+        os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
+        os.execv(sys.executable, sys.orig_argv)
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
         os.set_inheritable(spare, True)
     os.close(spare)
@@ -136,5 +140,8 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" not in os.environ:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would tell of the next line
+        for worker in multiprocessing.active_children():  # that reads; it heeds no SIGTERM
+            worker.kill()
         sys.exit(exit_code)
     os._exit(exit_code)  # on a normal exit, gloo's threads crash about one time in ten

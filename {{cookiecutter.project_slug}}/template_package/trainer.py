@@ -221,12 +221,14 @@ class Trainer:
         return sums, strategy.optimizer_step(config.training.max_gradient_norm)
 
     def call_before_step(self) -> None:
-        call_before_step(self.task, self.strategy, self.progress.step, self.tracking)
+        call_before_step(
+            self.task, self.strategy, self.config.seed, self.progress.step, self.tracking
+        )
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
-        call_after_step(self.task, self.strategy, progress.step, self.tracking)
+        call_after_step(self.task, self.strategy, config.seed, progress.step, self.tracking)
         if self.average is not None:
             self.average.update(progress.step)
         self.losses.append((sums["loss"], progress.step))
@@ -269,6 +271,8 @@ class Trainer:
                 values = self.evaluator.run(
                     self.strategy, stop.allows, self.tracking.log(progress.step)
                 )
+            if progress.best is None:
+                self.evaluator.check_means(self.strategy)
             progress.is_evaluation_pending = False
             record = {
                 "split": "validation",

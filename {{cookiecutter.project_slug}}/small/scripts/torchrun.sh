@@ -60,5 +60,6 @@ if [[ ${options[*]} != *--nnodes* ]]; then
   options+=(--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --local-addr=127.0.0.1)
 fi
 
+export PYTHONHASHSEED=${PYTHONHASHSEED:-0} # a set of names has the same order on all ranks
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun's default without its warning; run.py divides the cores itself
 exec "$python" -m torch.distributed.run "${options[@]}" "$project/run.py" "$@"

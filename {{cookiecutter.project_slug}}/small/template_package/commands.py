@@ -91,11 +91,12 @@ def restore(
     """Return the saved state, a strategy with its weights, and build()'s result."""
     state = read_once(lambda: {**load_checkpoint(path), "optimizer": {}})
     settle_precision(config, rank)
-    seed_generators(config.seed)
+    seed = state["config"]["seed"]  # a split that build_datasets() draws is that of the training
+    seed_generators(seed)
     with rank.local_rank_first("data"):
         data = build()  # it may set data.fingerprint
     check_same(state["config"], config, ("model", "data.fingerprint"), f"checkpoint {path}")
-    seed_generators(config.seed)  # as in training: a model may keep drawn numbers
+    seed_generators(seed)  # as in training: a model may keep drawn numbers
     with rank.local_rank_first("model"):
         model = task.build_model(config.model)
     strategy = Strategy(config, rank)  # whole on each rank: nothing is shared in an evaluation

@@ -7,7 +7,8 @@ import logging
 import math
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -207,13 +208,20 @@ class Trainer:
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
         if task.before_step is not None:  # the gradients are averaged over ranks, and not clipped
-            with torch.no_grad(), generators_restored(self.rank.device):
+            with torch.no_grad(), self.drawing_for(step):
                 task.before_step(strategy.module, step, Log(self.tracking, step))
         norm = strategy.optimizer_step(self.config.training.max_gradient_norm)
         if task.after_step is not None:
-            with torch.no_grad(), generators_restored(self.rank.device), strategy.autocast():
+            with torch.no_grad(), self.drawing_for(step), strategy.autocast():
                 task.after_step(strategy.module, step, Log(self.tracking, step))
         return sums, norm
+
+    @contextmanager
+    def drawing_for(self, step: int) -> Iterator[None]:
+        """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
+        with generators_restored(self.rank.device):
+            seed_generators(derive_seed(self.config.seed, -(2**20), step))
+            yield
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Log the step's means over all ranks. It waits for the device, so not in every step."""
@@ -235,6 +243,8 @@ class Trainer:
             check_finite(self.losses, self.rank)
             log = Log(self.tracking, progress.step)
             values = self.evaluator.run(self.strategy, stop.code, log)
+            if progress.best is None:
+                self.evaluator.check_means(self.strategy)
             progress.is_evaluation_pending = False
             record = {"split": "validation", "step": progress.step, "epoch": progress.current_epoch}
             self.tracking.record({**record, **values, "num_samples": self.evaluator.num_samples})
@@ -329,6 +339,15 @@ class Trainer:
         self.loader.start(progress.epoch, progress.position)
         first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)
+        size, position = self.loader.global_batch_size, self.loader.num_samples - 1
+        self.loader.start(progress.epoch, position - position % size)
+        *_, (last, _) = self.loader.next_step(self.strategy.module)
+        try:
+            rehearse(self.strategy, last, self.task)
+        except ValueError as error:  # BatchNorm, of a single sample
+            problem = f"the model fails on an epoch's last batch ({error})"
+            remedy = "Choose another size, or fewer devices"
+            raise ConfigError(f"training.global_batch_size={size}: {problem}. {remedy}.") from error
         if evaluation.every_epochs or evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
 

@@ -180,3 +180,77 @@ def update_metrics(metrics, outputs, batch):
     project.append("model.py", code)
     output = project.run(code=2)
     assert "error stands for a metric and for a mean over samples" in output
+
+
+def test_one_rank_with_workers_ends_by_itself(project: Project) -> None:
+    project.run("device_ids=cpu", "training.epochs=1", "loader.num_workers=1")
+
+
+DRAWS = """
+
+def before_step(model, step, log):
+    print("DRAW", step, torch.rand(()).item())
+"""
+
+
+def test_hooks_draw_anew_in_each_step_and_alike_on_all_ranks(project: Project) -> None:
+    project.append("model.py", DRAWS)
+    project.run("device_ids=cpu,cpu", "training.epochs=1")
+    logs = [project.directory("run") / "logs" / f"rank_{rank}.log" for rank in (0, 1)]
+    texts = [log.read_text(encoding="utf-8").splitlines() for log in logs]
+    first, second = ([line for line in text if line.startswith("DRAW")] for text in texts)
+    assert first == second and len({line.split()[2] for line in first}) == 7
+
+
+HELD = """
+
+def build_optimizer(model, config):
+    return torch.optim.SGD(model[-1].parameters(), lr=config.learning_rate)
+"""
+FROZEN = """
+
+former_build = build_model
+
+
+def build_model(config):
+    model = former_build(config)
+    model[:-1].requires_grad_(False)
+    return model
+"""
+
+
+def test_parameters_without_an_optimizer_have_no_part_in_clipping(project: Project) -> None:
+    project.append("model.py", HELD)
+    words = ("training.max_gradient_norm=0.01", "training.epochs=1")
+    project.run(*words, "name=held")
+    project.append("model.py", FROZEN)
+    project.run(*words, "name=frozen")
+    held, frozen = project.lines("held"), project.lines("frozen")
+    assert [line["loss"] for line in held] == pytest.approx([line["loss"] for line in frozen])
+    assert held[-1]["gradient_norm"] == pytest.approx(frozen[-1]["gradient_norm"])
+
+
+def test_set_of_names_has_the_same_order_in_every_process(project: Project) -> None:
+    project.append("dataset.py", "\nprint('ORDER', *{f'class {k}' for k in range(9)})\n")
+    outputs = [project.run(f"device_ids={ids}", f"name={len(ids)}") for ids in ("cpu", "cpu,cpu")]
+    orders = [line for text in outputs for line in text.splitlines() if line.startswith("ORDER")]
+    assert len(orders) == 3 and len({*orders}) == 1
+
+
+BATCH_NORM = """
+
+former_build = build_model
+
+
+def build_model(config):
+    model = former_build(config)
+    model.append(nn.BatchNorm1d(2))
+    return model
+"""
+
+
+def test_last_batch_that_the_model_cannot_take_is_told_at_the_start(project: Project) -> None:
+    project.append("model.py", BATCH_NORM)
+    output = project.run("training.global_batch_size=17", code=2)  # 103 samples: one is left
+    assert "training.global_batch_size=17: the model fails on an epoch's last batch" in output
+    assert "train loss" not in output

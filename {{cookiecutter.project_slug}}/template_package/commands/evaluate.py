@@ -96,6 +96,8 @@ def restore(
             load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0}
         )
     )
+    # a split that build_datasets() draws is that of the training
+    config.seed = state.get("config", {}).get("seed", config.seed)
     config = settle_precision(config, context)
     data = build()  # it may set data.fingerprint
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))

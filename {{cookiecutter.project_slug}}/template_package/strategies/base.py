@@ -138,7 +138,11 @@ class Strategy:
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to the global norm `max_norm`. Return the norm before clipping, as a device tensor."""
-        return clip_grad_norm_(self._parameters, max_norm)
+        return clip_grad_norm_(self.stepped(), max_norm)
+
+    def stepped(self) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer steps. One that it does not hold has no part in the norm."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return model, optimizer and scaler state on the CPU. All ranks must call this. Only rank 0 gets all of it."""

@@ -126,10 +126,11 @@ class FullyShardedStrategy(Strategy):
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients if their norm over all ranks exceeds `max_norm`. Return the norm before clipping."""
-        norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        parameters = self.stepped()
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()  # a collective; nothing waits for the device
-        clip_grads_with_norm_(self._parameters, max_norm, norm)
+        clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     @contextmanager

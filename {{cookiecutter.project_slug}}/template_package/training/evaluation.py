@@ -105,17 +105,30 @@ class Evaluator:
     @torch.no_grad()
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate one micro-batch as a test. Raise ConfigError if evaluation.metric or evaluation.mode is wrong."""
+        self._check_metric(self.check_means(strategy))
+        del self._metrics  # the run's own are built anew
+
+    @torch.no_grad()
+    def check_means(self, strategy: Strategy) -> dict[str, float]:
+        """Warn of a loss or figure of a micro-batch that is no mean of its halves'. Return the numbers.
+
+        A fresh model's samples have nearly equal losses, which hides much: ask again after a while.
+        """
         size = self.micro_batch_size
         with self._evaluating(strategy):
-            halves = self._add_up(
-                strategy, self._loader.read(size, num_parts=2), has_metrics=False
-            )["loss"]
+            halves = self._add_up(strategy, self._loader.read(size, num_parts=2), has_metrics=False)
         with self._evaluating(strategy):
             whole = self._add_up(strategy, self._loader.read(size, num_parts=1))
             whole = self._with_metrics(whole)
-        self._check_mean(strategy, whole["loss"], halves)
-        self._check_metric(whole)
-        del self._metrics  # the run's own are built anew
+        # The precision of 16 bits, TF32 and fp32.
+        is_cpu = self._context.device.type == "cpu"
+        tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if is_cpu else 1e-3
+        for name, value in halves.items():
+            if abs(whole[name] - value) > tolerance * abs(whole[name]):
+                message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
+                remedy = "For tokens or class weights define loss_weight(); figures are means over the same: README."
+                logger.warning(message, name, whole[name], value, remedy)
+        return whole
 
     @contextmanager
     def _evaluating(self, strategy: Strategy) -> Iterator[None]:
@@ -175,21 +188,6 @@ class Evaluator:
             name: total / total_weight if total_weight else math.nan
             for name, total in totals.items()
         }
-
-    def _check_mean(self, strategy: Strategy, whole: float, halves: float) -> None:
-        """Warn if the loss of a batch is not the mean of its halves' losses."""
-        # The precision of 16 bits, fp32 and TF32. A fresh model's samples have nearly equal losses, which hides much.
-        tolerance = (
-            0.03
-            if strategy.precision != "fp32"
-            else 2e-5
-            if self._context.device.type == "cpu"
-            else 1e-3
-        )
-        if abs(whole - halves) > tolerance * abs(whole):
-            message = "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
-            remedy = "For tokens or class weights define loss_weight(); all terms must be means over the same: README."
-            logger.warning(message, whole, halves, remedy)
 
     def _check_metric(self, figures: dict[str, float]) -> None:
         metric, mode = self._config.metric, self._config.mode

@@ -1,13 +1,14 @@
 """Calls the optional functions of model.py for the trainer."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.random_states import generators_restored
+from ..core.random_states import derive_seed, generators_restored, seed_generators
 from ..core.task import Task
 from ..errors import ConfigError
 from ..strategies.base import Strategy
@@ -26,7 +27,8 @@ def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Ten
     means = task.training_metrics(outputs, batch) if task.training_metrics else {}
     total, terms = total_of(loss), loss if isinstance(loss, dict) else {}
     figures = {"loss": total, **terms, **means}
-    return {name: value.detach().to(total.device) for name, value in figures.items()}
+    # sorted: ranks add them up by their places
+    return {name: figures[name].detach().to(total.device) for name in sorted(figures)}
 
 
 def watch_gradients(task: Task, strategy: Strategy, call: Callable[[], object]) -> None:
@@ -40,17 +42,25 @@ def watch_gradients(task: Task, strategy: Strategy, call: Callable[[], object]) 
         strategy.before_clipping = call
 
 
-def call_before_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
+@contextmanager
+def drawing_for(strategy: Strategy, seed: int, step: int) -> Iterator[None]:
+    """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
+    with generators_restored(*strategy.context.devices):
+        seed_generators(derive_seed(seed, -(2**20), step))
+        yield
+
+
+def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
     """Call before_step(model, step, log) in model.py. Then reset random generators to their old states."""
     if task.before_step is not None:
-        with torch.no_grad(), generators_restored(*strategy.context.devices):
+        with torch.no_grad(), drawing_for(strategy, seed, step):
             task.before_step(strategy.evaluation_model, step, tracking.log(step))
 
 
-def call_after_step(task: Task, strategy: Strategy, step: int, tracking: Any) -> None:
+def call_after_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) in model.py, if defined. Then reset random generators to their old states."""
     if task.after_step is not None:
-        with torch.no_grad(), generators_restored(*strategy.context.devices), strategy.autocast():
+        with torch.no_grad(), drawing_for(strategy, seed, step), strategy.autocast():
             task.after_step(strategy.evaluation_model, step, tracking.log(step))
 
 

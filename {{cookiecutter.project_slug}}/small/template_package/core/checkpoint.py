@@ -170,5 +170,6 @@ def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> No
     """Write the weights to a safetensors file, under plain names. A tied tensor stands there once."""
     own = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # the first one wins
-    tensors = {name: weights[name].contiguous().clone() for name in names.values()}
+    values = {name: weights[name] for name in names.values()}  # extra state may be anything
+    tensors = {n: v.contiguous().clone() for n, v in values.items() if isinstance(v, Tensor)}
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))

@@ -37,7 +37,10 @@ def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Ten
         figures |= loss
     if task.training_metrics:
         figures |= task.training_metrics(outputs, batch)
-    return {name: value.detach().to(figures["loss"].device) for name, value in figures.items()}
+    device = figures["loss"].device
+    return {
+        name: figures[name].detach().to(device) for name in sorted(figures)
+    }  # alike on all ranks
 
 
 class Evaluator:
@@ -101,18 +104,26 @@ class Evaluator:
                 part.train(is_training)
         return figures
 
-    def rehearse(self, strategy: Strategy) -> None:
-        """Evaluate a micro-batch, and its halves' loss. Raise ConfigError for a wrong metric or mode."""
+    def check_means(self, strategy: Strategy) -> dict[str, float]:
+        """Warn of a loss or figure of a micro-batch that is no mean of its halves'. Return the numbers.
+
+        A fresh model's samples have nearly equal losses, which hides much: ask again after a while.
+        """
         halves, whole = self.run(strategy, num_parts=2), self.run(strategy, num_parts=1)
         is_cpu = self._rank.device.type == "cpu"
-        # A fresh model's samples have nearly equal losses, which hides much.
         tolerance = 0.03 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
-        if abs(whole["loss"] - halves["loss"]) > tolerance * abs(whole["loss"]):
-            message = (
-                "warning: the loss is no mean over samples: %.7g for a batch, %.7g for its halves."
-            )
-            remedy = "For tokens or class weights define loss_weight(): README."
-            logger.warning(f"{message} {remedy}", whole["loss"], halves["loss"])
+        for name, value in halves.items():
+            if abs(whole[name] - value) > tolerance * abs(whole[name]):
+                message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
+                message += "halves. For tokens or class weights define loss_weight(); all figures "
+                logger.warning(
+                    f"{message}are means over the same: README.", name, whole[name], value
+                )
+        return whole
+
+    def rehearse(self, strategy: Strategy) -> None:
+        """Evaluate a micro-batch. Raise ConfigError for a wrong metric or mode."""
+        whole = self.check_means(strategy)
         metric, mode = self._config.evaluation.metric, self._config.evaluation.mode
         if metric not in whole:
             problem = f"not among the numbers of an evaluation ({', '.join(whole)})"

@@ -116,10 +116,12 @@ class Strategy:
         self.check_gradients()  # in later steps too: DDP would have averaged only some
         norm = None
         if max_gradient_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._names.keys(), max_gradient_norm)
+            groups = self.optimizer.param_groups  # a parameter in none has no part in it
+            held = [parameter for group in groups for parameter in group["params"]]
+            norm = nn.utils.clip_grad_norm_(held, max_gradient_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.module.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @torch.no_grad()
