@@ -159,29 +159,6 @@ def test_constant_with_the_name_of_a_function_is_refused(project: Project) -> No
     assert "model.py: loss_weight is 0.01" in output and "Rename yours" in output
 
 
-def test_term_of_the_loss_may_not_hide_a_metric(project: Project) -> None:
-    code = """
-
-def compute_loss(model, batch):
-    outputs = model(batch.inputs)
-    loss = (outputs - batch.targets).square().mean()
-    return {"main": loss, "error": 0 * loss}, outputs
-
-
-def build_metrics(config):
-    from torchmetrics import MeanMetric, MetricCollection
-
-    return MetricCollection({"error": MeanMetric()})
-
-
-def update_metrics(metrics, outputs, batch):
-    metrics.update(outputs)
-"""
-    project.append("model.py", code)
-    output = project.run(code=2)
-    assert "error stands for a metric and for a mean over samples" in output
-
-
 def test_one_rank_with_workers_ends_by_itself(project: Project) -> None:
     project.run("device_ids=cpu", "training.epochs=1", "loader.num_workers=1")
 

@@ -261,7 +261,7 @@ def _explain(key: str, value: Any, problem: Any, defaults: Settings) -> str:
             [name] if name in last.values() else get_close_matches(name, {*last.values()}, 2, 0.7)
         )
         alike = [other for other in defaults if last[other] in names]
-        section = f"{key.partition('.')[0]}."
+        section = f"{key.rpartition('.')[0]}."
         alike = [other for other in alike if other.startswith(section)] or alike
         meant = " or ".join(f"{other}={one_line(value)}" for other in alike[:2])
         remedy = "Delete it, or add a field to ModelConfig or DataConfig."

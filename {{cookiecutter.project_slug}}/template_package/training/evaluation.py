@@ -93,7 +93,7 @@ class Evaluator:
             figures = self._add_up(strategy, self._loader.read(self.micro_batch_size), may_go_on)
             if log is not None:
                 call_on_evaluation_end(self._task, strategy, log)
-            figures = self._with_metrics(figures)
+            figures |= self._compute_metrics()
         if log is not None and not math.isfinite(value := figures[self._config.metric]):
             logger.warning(
                 "warning: evaluation.metric=%s is %g, so no best.pt is kept",
@@ -119,12 +119,14 @@ class Evaluator:
             halves = self._add_up(strategy, self._loader.read(size, num_parts=2), has_metrics=False)
         with self._evaluating(strategy):
             whole = self._add_up(strategy, self._loader.read(size, num_parts=1))
-            whole = self._with_metrics(whole)
+            whole |= self._compute_metrics()
         # The precision of 16 bits, TF32 and fp32.
         is_cpu = self._context.device.type == "cpu"
         tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if is_cpu else 1e-3
         for name, value in halves.items():
-            if abs(whole[name] - value) > tolerance * abs(whole[name]):
+            if name not in self._metrics and abs(whole[name] - value) > tolerance * abs(
+                whole[name]
+            ):
                 message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its halves. %s"
                 remedy = "For tokens or class weights define loss_weight(); figures are means over the same: README."
                 logger.warning(message, name, whole[name], value, remedy)
@@ -221,13 +223,6 @@ class Evaluator:
         # [true class][predicted class]
         write_json(path, content | {CONFUSION_MATRIX: self._values[CONFUSION_MATRIX]})
         return path
-
-    def _with_metrics(self, figures: dict[str, float]) -> dict[str, float]:
-        metrics = self._compute_metrics()
-        if both := figures.keys() & metrics.keys():
-            problem = f"{', '.join(both)} stands for a metric and for a mean over samples"
-            raise ConfigError(f"model.py: {problem}. Rename one.")
-        return figures | metrics
 
     def _compute_metrics(self) -> dict[str, float]:
         """Compute the metrics over all ranks and reset them. Return those that are numbers, the same on every rank."""

@@ -94,11 +94,7 @@ class Evaluator:
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
                     logger.warning(message, exc_info=True)
             if num_parts != 2:
-                metrics = self._compute_metrics()
-                if both := figures.keys() & metrics.keys():
-                    problem = f"{', '.join(both)} stands for a metric and for a mean over samples"
-                    raise ConfigError(f"model.py: {problem}. Rename one.")
-                figures |= metrics
+                figures |= self._compute_metrics()
         for part, is_training in modes:
             if part.training != is_training:  # what build_model() left in eval mode stays there
                 part.train(is_training)
@@ -113,9 +109,11 @@ class Evaluator:
         is_cpu = self._rank.device.type == "cpu"
         tolerance = 0.03 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
         for name, value in halves.items():
-            if abs(whole[name] - value) > tolerance * abs(whole[name]):
+            if name not in self._metrics and abs(whole[name] - value) > tolerance * abs(
+                whole[name]
+            ):
                 message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
-                message += "halves. For tokens or class weights define loss_weight(); all figures "
+                message += "halves. For tokens or class weights define loss_weight(); figures "
                 logger.warning(
                     f"{message}are means over the same: README.", name, whole[name], value
                 )
