@@ -109,7 +109,8 @@ def test_cookiecutter_that_is_too_old_is_refused_in_one_line(
     venv.create(tmp_path / "venv", with_pip=True)
     pip = [str(tmp_path / "venv" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     subprocess.check_call([*pip, "cookiecutter==1.7.3"])
-    command = [tmp_path / "venv" / "bin" / "cookiecutter", template, "--no-input", "-o", "made"]
+    tool = str(tmp_path / "venv" / "bin" / "cookiecutter")
+    command = [tool, str(template), "--no-input", "-o", "made"]
     result = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert result.returncode == 1 and not [*tmp_path.glob("made/*")]
     assert "error: this cookiecutter is too old for the template. Type:" in result.stderr
