@@ -82,6 +82,7 @@ def test_smoke_test_fails_without_asserts_and_on_a_latin_console(
     assert "resume" in printed and "Traceback" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link to a disk that is away", "file"])
 def test_folder_that_cannot_be_made_is_told_in_one_line(
     project: Path, tmp_path: Path, kind: str
@@ -98,6 +99,7 @@ def test_folder_that_cannot_be_made_is_told_in_one_line(
     assert printed.count("Set the variable DDP_RUNS_FOLDER=PATH to write elsewhere") == 1
 
 
+@pytest.mark.slow
 def test_shell_of_an_allocation_with_several_tasks_is_no_launcher(
     project: Path, tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_shell_of_an_allocation_with_several_tasks_is_no_launcher(
     assert code == 0 and "complete: 2 steps" in printed, printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "expected"), [(None, 1), ("2", 2)])
 def test_own_number_of_threads_stays(
     project: Path, tmp_path: Path, typed: str | None, expected: int
@@ -160,6 +163,7 @@ def test_quota_of_a_container_counts(
     assert (code, printed) == (0, f"{expected or len(os.sched_getaffinity(0))}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the host's name")
 def test_torchrun_trains_on_a_host_whose_name_leads_nowhere(project: Path, tmp_path: Path) -> None:
     words = f"scripts/torchrun.sh {TWO} {' '.join(SHORT)}"
