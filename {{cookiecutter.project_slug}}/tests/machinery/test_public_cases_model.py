@@ -175,7 +175,7 @@ def test_parameters_that_a_strategy_has_replaced_are_refused(project: Project) -
     """Row 04 of the public cases, a second form: fsdp shards the model, and the optimizer holds what was there."""
     project.append("model.py", STALE)
     project.run(TWO, "name=ddp", "training.max_steps=2")
-    assert "6 parameters that the model does not hold" in refused(project, TWO, "strategy=fsdp")
+    assert "parameters that the model does not hold" in refused(project, TWO, "strategy=fsdp")
 
 
 # 4. Model, optimizer, average
