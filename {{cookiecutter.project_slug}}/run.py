@@ -71,15 +71,10 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
-        os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
-        os.execv(sys.executable, sys.orig_argv)
-    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
-        os.set_inheritable(spare, True)
-    os.close(spare)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
+    if sys.platform != "win32":  # there, main() says what to do
+        from template_package.core.processes import settle_process
+
+        settle_process()
     # a notebook's own backend may be missing here, and its import would fail
     os.environ["MPLBACKEND"] = "agg"
     # until the launcher handles them: torch's import would lose Ctrl-C

@@ -24,7 +24,7 @@ try:
         start_ranks,
         tell_failure,
     )
-    from template_package.core.processes import STOP_SIGNALS, die_with_parent
+    from template_package.core.processes import STOP_SIGNALS, die_with_parent, settle_process
     from template_package.core.settings import (
         CommandLine,
         read_command_line,
@@ -123,15 +123,7 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
 
 
 if __name__ == "__main__":
-    if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
-        os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
-        os.execv(sys.executable, sys.orig_argv)
-    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
-        os.set_inheritable(spare, True)
-    os.close(spare)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
+    settle_process()
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
     for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
         if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()

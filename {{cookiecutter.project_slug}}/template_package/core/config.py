@@ -87,22 +87,19 @@ class OptimizerConfig:
 @dataclass
 class ScheduleConfig:
     name: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: NonNegativeInt | BelowOne = (
-        0  # linear warm-up (arXiv:1706.02677); below 1: a fraction
-    )
+    # linear warm-up (arXiv:1706.02677); below 1: a fraction
+    warmup_steps: NonNegativeInt | BelowOne = 0
     min_learning_rate: NonNegativeFloat = 0.0  # the end of linear and cosine
 
 
 @dataclass
 class TrainingConfig:
-    epochs: PositiveInt | None = (
-        10  # passes over the training set; null: max_steps alone ends the run
-    )
+    # passes over the training set; null: max_steps alone ends the run
+    epochs: PositiveInt | None = 10
     max_steps: PositiveInt | None = None  # optimizer steps; the run ends here, or after its epochs
     global_batch_size: PositiveInt = 64  # samples of one optimizer step, over all ranks
-    micro_batch_size: PositiveInt | Auto = (
-        "auto"  # samples that a rank takes at once; auto: its share
-    )
+    # samples that a rank takes at once; auto: its share
+    micro_batch_size: PositiveInt | Auto = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     tf32: bool = True  # GPUs multiply float32 numbers with 10 bits of mantissa
     cudnn_benchmark: bool = True  # cuDNN tries its convolution algorithms first
@@ -115,9 +112,8 @@ class TrainingConfig:
 class EvaluationConfig:
     every_epochs: PositiveInt | None = 1  # both null: never
     every_steps: PositiveInt | None = None
-    max_batches: PositiveInt | None = (
-        None  # so many global batches, evenly spread; null: all samples
-    )
+    # so many global batches, evenly spread; null: all samples
+    max_batches: PositiveInt | None = None
     metric: str = "accuracy"  # decides which checkpoint is the best
     mode: Literal["max", "min"] = "max"  # which values of the metric are better
     micro_batch_size: PositiveInt | Auto = "auto"  # auto: that of training

@@ -1,4 +1,7 @@
-"""Which signals ask a run to stop, and what ends a process whose parent is gone. No torch here."""
+"""What each process of a run does alike: its console, its stop signals, its end with its parent.
+
+This file imports no torch.
+"""
 
 import ctypes
 import os
@@ -15,6 +18,19 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
             os._exit(1)
+
+
+def settle_process() -> None:
+    """Make a started command independent of hash seeds and consoles. It may start this process anew."""
+    if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
+        os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
+        os.execv(sys.executable, sys.orig_argv)
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:  # a closed console would become a file
+        os.set_inheritable(spare, True)
+    os.close(spare)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
 
 
 def start_worker(rank_pid: int, _worker_id: int) -> None:

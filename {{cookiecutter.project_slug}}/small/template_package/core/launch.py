@@ -107,9 +107,8 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
         gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
     chosen: list[Gpu] = []
     deadline = time.monotonic() + 10
-    chooser = lock(
-        "chooser"
-    )  # of two runs that choose at the same time, one gets all that it asks for
+    # Of two runs that choose at the same time, one gets all that it asks for.
+    chooser = lock("chooser")
     while chooser is None and time.monotonic() < deadline:
         time.sleep(0.01)
         chooser = lock("chooser")
