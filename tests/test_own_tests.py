@@ -80,6 +80,16 @@ def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, exam
     assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
 
 
+@pytest.mark.parametrize("size", CHOICES["size"])
+@pytest.mark.parametrize("package_name", ["ab", "z" * 40])
+def test_ruff_accepts_a_short_and_a_long_package_name(
+    template: Path, tmp_path: Path, package_name: str, size: str
+) -> None:
+    project = bake(template, tmp_path, package_name=package_name, size=size)
+    for words in CHECKS[:2]:
+        run_module(project, *words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ANSWERS + SMALL, ids=named)
 def test_ruff_and_mypy_accept_a_new_project(

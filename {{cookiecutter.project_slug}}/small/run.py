@@ -24,7 +24,11 @@ try:
         start_ranks,
         tell_failure,
     )
-    from template_package.core.processes import STOP_SIGNALS, die_with_parent, settle_process
+    from template_package.core.processes import (
+        STOP_SIGNALS,
+        die_with_parent,
+        settle_process,
+    )
     from template_package.core.settings import (
         CommandLine,
         read_command_line,
@@ -98,7 +102,11 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             die_with_parent(int(os.environ.get(PARENT, os.getppid())))
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
-        from template_package.core.config import Config, build_config, to_dict
+        from template_package.core.config import (
+            Config,
+            build_config,
+            to_dict,
+        )
         from template_package.core.group import check_alike, join, leave
 
         config = build_config(line, Config)

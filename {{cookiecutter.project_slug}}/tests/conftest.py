@@ -133,7 +133,8 @@ def children(pid: int) -> list[int]:
 
 def load_config(path: Path, words: Sequence[str]) -> Any:
     """Read a config file and key=value words as `python run.py` does."""
-    from template_package import config  # the helpers above also serve where no project is
+    # imported here, because the helpers above also serve where no project is
+    from template_package import config
 
     return config.load_config(path, words)
 

@@ -17,7 +17,12 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 from template_package.core.config import LoaderConfig
 from template_package.core.data import MicroBatch, epoch_order
 from template_package.core.task import find_task
-from template_package.data import OrderedPlan, TimedLoader, create_evaluation_loader, is_stream
+from template_package.data import (
+    OrderedPlan,
+    TimedLoader,
+    create_evaluation_loader,
+    is_stream,
+)
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
