@@ -70,6 +70,7 @@ SMALL_KEEPS = {
     "template_package": [
         "__init__.py",
         "core/__init__.py",
+        "core/checkpoint.py",
         "core/config.py",
         "core/data.py",
         "core/optimizer.py",

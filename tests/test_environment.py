@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cookiecutter.main import cookiecutter
 
 from baking import bake, plain_environment
 
@@ -139,14 +144,109 @@ def test_import_of_run_changes_no_backend(project: Path) -> None:
     assert run(project, sys.executable, "-c", text) == (0, "None\n")
 
 
-def test_one_rank_returns_to_the_tool_that_runs_it(
-    projects: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("device_ids", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.slow)])
+def test_command_returns_to_the_tool_that_runs_it(
+    project: Path, tmp_path: Path, device_ids: str
 ) -> None:
-    """A profiler writes its file, and %run does not end the kernel."""
+    """A profiler writes its file."""
     command = (sys.executable, "-m", "cProfile", "-o", str(tmp_path / "profile"), "run.py")
-    words = (*command, "device_ids=cpu", *SHORT)
-    code, printed = run(projects["small"], *words, DDP_RUNS_FOLDER=str(tmp_path))
+    words = (*command, f"device_ids={device_ids}", *SHORT)
+    code, printed = run(project, *words, DDP_RUNS_FOLDER=str(tmp_path))
     assert code == 0 and (tmp_path / "profile").stat().st_size > 10_000, printed
+
+
+@pytest.mark.slow
+def test_command_does_not_end_the_kernel_of_a_notebook(project: Path, tmp_path: Path) -> None:
+    """What %run does: the file runs in the process of the caller."""
+    text = f"""
+import runpy, sys
+sys.argv = ["run.py", "device_ids=cpu", *{SHORT}]
+try:
+    runpy.run_path("run.py", run_name="__main__")
+except SystemExit as end:
+    print("alive", end.code)
+"""
+    code, printed = run(project, sys.executable, "-c", text, DDP_RUNS_FOLDER=str(tmp_path))
+    assert code == 0 and printed.endswith("alive 0\n"), printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [TWO, "device_ids=cpu loader.num_workers=1"])
+def test_long_name_of_the_folder_for_temporary_files(
+    project: Path, tmp_path: Path, words: str
+) -> None:
+    """A socket's path ends at 107 bytes, and loader workers and a fork server have theirs in TMPDIR."""
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    variables = {"TMPDIR": str(folder), "DDP_RUNS_FOLDER": str(tmp_path)}
+    command = (sys.executable, "run.py", *words.split(), *SHORT, "launch.timeout_minutes=0.5")
+    code, printed = run(project, *command, **variables)
+    assert code == 0 and "complete: 2 steps" in printed, printed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be a user with fewer rights")
+@pytest.mark.slow
+def test_run_of_another_user_is_evaluated_in_ones_own_folder(project: Path, tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "theirs", tmp_path / "mine"
+    words = (sys.executable, "run.py", "device_ids=cpu", *SHORT, "evaluation.every_steps=1")
+    assert run(project, *words, DDP_RUNS_FOLDER=str(theirs))[0] == 0
+    for path in (theirs, *theirs.rglob("*")):
+        os.chown(path, 65534, 65534)
+    user = ("setpriv", "--bounding-set=-dac_override", sys.executable, "run.py")
+    code, printed = run(project, *user, "evaluate", DDP_RUNS_FOLDER=str(theirs))
+    assert code == 1 and "Traceback" not in printed, printed
+    assert "DDP_RUNS_FOLDER=PATH" in printed and "evaluation.checkpoint=PATH" in printed
+    words = ("evaluate", f"evaluation.checkpoint={theirs}/baseline/checkpoints/best.pt")
+    code, printed = run(project, *user, *words, DDP_RUNS_FOLDER=str(mine))
+    assert code == 0 and (mine / "baseline" / "evaluation.json").exists(), printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network namespace")
+def test_two_nodes_meet_over_ipv6(project: Path, tmp_path: Path) -> None:
+    """Without an IPv4 route, and an address of IPv6 alone."""
+    node = f"NODE_RANK=%d scripts/multi_node.sh device_ids=cpu {' '.join(SHORT)}"
+    line = "ip link set lo up && ip -6 address add fd00::1/128 dev lo && sleep 2; "
+    line += f"{node % 1} > {tmp_path}/node_1.txt 2>&1 & {node % 0}"
+    variables = {"NNODES": "2", "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
+    variables |= {"PYTHON": sys.executable, "DDP_RUNS_FOLDER": str(tmp_path)}
+    code, printed = run(project, "unshare", "--net", "sh", "-c", line, **variables)
+    assert code == 0 and "complete: 2 steps" in printed, printed
+
+
+def test_project_that_was_made_without_hooks_says_so(template: Path, tmp_path: Path) -> None:
+    project = Path(
+        cookiecutter(str(template), no_input=True, output_dir=str(tmp_path), accept_hooks=False)
+    )
+    code, printed = run(project, sys.executable, "run.py", "no-command")
+    assert code == 2 and "warning: cookiecutter has run no hooks here" in printed, printed
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Yield the address of a server that accepts connections, by the kernel, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("size", "tracker"), [("small", "mlflow"), ("full", "wandb")])
+def test_tracker_whose_server_is_silent_costs_a_warning(
+    template: Path, tmp_path: Path, size: str, tracker: str
+) -> None:
+    project = bake(template, tmp_path, size=size, tracker=tracker)
+    with silent_server() as address:
+        variables = {"MLFLOW_TRACKING_URI": address, "WANDB_BASE_URL": address}
+        variables |= {"WANDB_API_KEY": "0" * 40, "DDP_RUNS_FOLDER": str(tmp_path)}
+        words = [word for word in SHORT if "tracker" not in word]
+        started_at = time.monotonic()
+        command = (sys.executable, "run.py", "device_ids=cpu", *words, "launch.timeout_minutes=1.5")
+        code, printed = run(project, *command, **variables)
+        seconds = time.monotonic() - started_at
+    assert code == 0 and "complete: 2 steps" in printed, printed
+    assert f"warning: logging.tracker={tracker} has failed" in printed
+    assert seconds < 110
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")

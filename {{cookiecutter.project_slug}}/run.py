@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> int:
 
         node = find_node(config)
         world_size = node.num_ranks  # over all nodes: one rank per device
-        return launch(run_fn, config, node, world_size)
+        # By its module's name: a profiler that runs this file has another module called __main__.
+        from run import run_fn as work
+
+        return launch(work, config, node, world_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -75,6 +78,11 @@ if __name__ == "__main__":
         from template_package.core.processes import settle_process
 
         settle_process()
+    folder = Path(__file__).parent
+    if (folder / "template_only").exists() and "{" not in folder.name:
+        text = "warning: cookiecutter has run no hooks here: the answers for size, example, tracker and license were "
+        text += "ignored. Make the project again with --accept-hooks=yes."
+        print(text, file=sys.stderr)
     # a notebook's own backend may be missing here, and its import would fail
     os.environ["MPLBACKEND"] = "agg"
     # until the launcher handles them: torch's import would lose Ctrl-C
@@ -89,6 +97,6 @@ if __name__ == "__main__":
         ):
             signal.signal(name, lambda number, _: os._exit(128 + number))
     exit_code = main(sys.argv[1:])
-    from template_package.launching.processes import end_process
+    from template_package.core.processes import end_process
 
-    end_process(exit_code)
+    end_process(exit_code, is_rank=False)  # launch() ends a rank that a launcher has started

@@ -6,7 +6,6 @@ torchrun --nproc-per-node=2 run.py              trains on two ranks that torchru
 python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ try:
     from template_package.core.processes import (
         STOP_SIGNALS,
         die_with_parent,
+        end_process,
         settle_process,
     )
     from template_package.core.settings import (
@@ -51,6 +51,7 @@ STARTED_AT = time.time()
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package import commands
+    from template_package.core.checkpoint import run_lock
     from template_package.core.group import StopRequest
     from template_package.core.logs import rank_log
     from template_package.core.task import find_task
@@ -69,7 +70,8 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
         elif line.command == "predict":
             commands.predict(line.rest[0], config, place, directory, task, stop)
         else:
-            code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
+            with run_lock(directory):
+                code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
         stop.close()
     return code
 
@@ -136,12 +138,4 @@ if __name__ == "__main__":
     for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
         if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
             signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
-    exit_code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "RANK" not in os.environ:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would tell of the next line
-        for worker in multiprocessing.active_children():  # that reads; it heeds no SIGTERM
-            worker.kill()
-        sys.exit(exit_code)
-    os._exit(exit_code)  # on a normal exit, gloo's threads crash about one time in ten
+    end_process(main(sys.argv[1:]), is_rank="RANK" in os.environ)

@@ -44,5 +44,6 @@ def disk_failure(path: Path, error: OSError) -> FailureError:
     )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
         remedy = "Is it another user's, or a link to a disk that is away? "
-        remedy += f"Set the variable {RUNS_FOLDER}=PATH to write elsewhere."
+        remedy += f"Set the variable {RUNS_FOLDER}=PATH to write elsewhere; to read its checkpoint there, add "
+        remedy += "evaluation.checkpoint=PATH."
     return FailureError(f"cannot write {path}: {error.strerror or error}. {remedy}")

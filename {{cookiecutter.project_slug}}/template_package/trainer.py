@@ -10,12 +10,21 @@ import time
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .config import Config, differing_keys, settings_without_effect
+from .config import Config, settings_without_effect
+from .core.checkpoint import (
+    CheckpointFolder,
+    find_run,
+    read_once,
+    recount,
+    run_lock,
+    tell_changes,
+)
 from .core.optimizer import choose_optimizer, set_learning_rate
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
@@ -24,14 +33,7 @@ from .errors import ConfigError, StopRun
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision, weighted
 from .tracking import Tracking
-from .training.checkpoint import (
-    CheckpointFolder,
-    collect_state,
-    find_run,
-    load_run,
-    load_weights,
-    read_once,
-)
+from .training.checkpoint import collect_state, load_run, load_weights
 from .training.checks import (
     MemoryLimit,
     check_finite,
@@ -46,7 +48,6 @@ from .training.optimization import WeightAverage
 from .training.progress import Progress, StepClock
 from .training.run_files import (
     log_devices,
-    run_lock,
     start_profiler,
     write_environment,
     write_summary,
@@ -301,9 +302,15 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one."""
-        state = read_once(
-            partial(find_run, self.config, self.checkpoints, self.progress, self.context.attempt)
+        wanted = self.config.checkpoint.resume
+        options: Any = {"is_restart": self.context.attempt > 0}
+        options["remedy"] = (
+            f"Put them back; or take the weights alone: checkpoint.initial_weights={wanted}"
         )
+        state = read_once(partial(find_run, self.config, self.checkpoints, **options))
+        if state.get("is_of_other_run"):
+            state = recount(state, self.loader.num_samples, self.loader.global_batch_size)
+            state["random_states"] = [own | {"cursor": None} for own in state["random_states"]]
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
@@ -315,13 +322,7 @@ class Trainer:
             problem = f"it has done step {step}, and this run ends at {self.total_steps}"
             raise ConfigError(f"{key}: {problem}. Raise training.epochs or training.max_steps.")
         if state and not self.is_complete:
-            logger.info("resuming after step %d of %d", self.progress.step, self.total_steps)
-            for key, change in differing_keys(state["config"], self.config).items():
-                if not key.startswith(("device_ids", "launch.")):  # they belong to a start
-                    logger.info("changed since: %s: %s", key, change)
-                if key in ("training.epochs", "training.max_steps"):
-                    message = "the learning rate follows its schedule for %d steps"
-                    logger.info(message, self.total_steps)
+            tell_changes(state, self.config, self.total_steps)
 
     def begin_epochs(self, epoch: int) -> bool:
         """Call on_epoch_begin() for epochs new to this process. Return True if a parameter was frozen or unfrozen."""

@@ -5,6 +5,7 @@ core/data.py decides which samples each rank sees, core/strategies.py how ranks 
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -24,11 +25,12 @@ from .core.checkpoint import (
     CheckpointFolder,
     export_weights,
     find_run,
-    lock_run,
     read_once,
+    recount,
+    tell_changes,
 )
 from .core.checks import check_finite, check_replicas, rehearse, set_training
-from .core.config import Config, differing_keys, to_dict
+from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
 from .core.group import Interrupted, StopRequest
@@ -117,7 +119,6 @@ class Trainer:
 
     def fit(self, stop: StopRequest, started_at: float) -> int:
         """Start or continue the run. Return 0 at its end, or 130 or 143 if a signal stopped it."""
-        lock_run(self.directory)
         self.resume()
         if self.is_complete and from_main((self.directory / "summary.json").exists):
             remedy = "To train on, raise training.epochs or training.max_steps"
@@ -282,12 +283,13 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one. Refuse one of another model or data."""
-        state = read_once(partial(find_run, self.config, self.checkpoints))
+        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        state = read_once(partial(find_run, self.config, self.checkpoints, is_restart=is_restart))
         config, progress, own_name = self.config, self.progress, f"name={self.config.name}"
         if state:
             is_of_other_run = state.pop("is_of_other_run", False)
             if is_of_other_run:
-                state |= self.recount(state)
+                state = recount(state, self.loader.num_samples, self.loader.global_batch_size)
             counts, now = state["early_stopping"], self.loader.num_samples
             former = counts.get("num_samples", now)
             if former != now:
@@ -315,23 +317,7 @@ class Trainer:
         if state and len(state["random_states"]) == self.rank.world_size:
             set_random_states(state["random_states"][self.rank.rank], self.rank.device)
         if state and not self.is_complete:
-            logger.info("resuming after step %d of %d", progress.step, self.total_steps)
-            for key, change in differing_keys(state["config"], config).items():
-                if not key.startswith(("device_ids", "launch.")):  # they belong to a start
-                    logger.info("changed since: %s: %s", key, change)
-                if key in ("training.epochs", "training.max_steps"):
-                    logger.info(
-                        "the learning rate follows its schedule for %d steps", self.total_steps
-                    )
-
-    def recount(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep another run's place in the data, but count its steps with this run's batch size."""
-        size, epoch, position = self.loader.global_batch_size, state["epoch"], state["position"]
-        if position >= self.loader.num_samples:  # that run had more data
-            epoch, position = epoch + 1, 0
-        step = epoch * self.loader.steps_per_epoch + position // size
-        counts = {"step": step, "epoch": epoch, "position": position - position % size}
-        return counts | {"best": None, "early_stopping": {}}
+            tell_changes(state, config, self.total_steps)
 
     def rehearse(self) -> None:
         """Try out training and evaluation. Raise ConfigError before anything is written."""

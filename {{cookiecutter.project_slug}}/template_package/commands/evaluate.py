@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
+from ..core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
 from ..core.config import differing_keys, to_dict
 from ..core.ranks import from_main
 from ..core.task import Task, find_task
@@ -18,14 +19,7 @@ from ..optional_files import available_files
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import (
-    CheckpointFolder,
-    check_same,
-    check_shapes,
-    load_checkpoint,
-    load_weights,
-    read_once,
-)
+from ..training.checkpoint import check_shapes, load_weights
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine

@@ -4,9 +4,15 @@ This file imports no torch.
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import get_temp_dir
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop. SIGHUP (the terminal was lost) and SIGUSR1 (SLURM's) are as SIGTERM."""
@@ -31,6 +37,38 @@ def settle_process() -> None:
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # not all are UTF-8
+    if len(own := tempfile.gettempdir()) > 70:  # the path of a Unix socket ends at 107 bytes
+        tempfile.tempdir = "/tmp"
+        get_temp_dir()  # the folder for the sockets of this process and of those that it starts
+        tempfile.tempdir = own
+
+
+def end_process(code: int, *, is_rank: bool) -> NoReturn:
+    """End this process. A rank leaves at once: on a normal exit, gloo's threads crash it one time in ten."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_rank:
+        os._exit(code)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would tell of the next line
+    for worker in multiprocessing.active_children():  # that reads; it heeds no SIGTERM
+        worker.kill()
+    sys.exit(code)
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise RuntimeError in the body once it takes longer. To wait for a network ends, too."""
+
+    def give_up(*_: object) -> None:
+        # No TimeoutError: clients of a server take it for their own, and try again.
+        raise RuntimeError(f"no answer for {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def start_worker(rank_pid: int, _worker_id: int) -> None:

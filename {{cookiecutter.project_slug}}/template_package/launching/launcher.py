@@ -25,6 +25,7 @@ from torch.distributed.elastic.utils.store import synchronize
 
 from ..config import Config
 from ..core.config import to_dict, values_of
+from ..core.processes import end_process
 from ..core.ranks import num_usable_cores
 from ..errors import ConfigError, StopRun, one_line
 from ..files import run_directory
@@ -89,7 +90,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         console = os.fdopen(
             os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1
         )
-        return _run_rank(run_fn, config, context, console)
+        end_process(_run_rank(run_fn, config, context, console), is_rank=True)
     while (code := _start_ranks(run_fn, config, contexts)) == processes.OUT_OF_MEMORY:
         contexts = [replace(context, attempt=context.attempt + 1) for context in contexts]
         gc.collect()  # a single rank has run here: its model may be part of a cycle, and still on the GPU

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ..core.processes import STOP_SIGNALS, die_with_parent
+from ..core.processes import STOP_SIGNALS, die_with_parent, end_process
 from ..errors import StopRun
 
 if TYPE_CHECKING:  # the launching process starts the fork server before it imports torch
@@ -161,20 +160,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
         # the launching process alone keeps the fork server, this rank's parent, alive
         os.close(alive)
-    end_process(work(*arguments) or DONE)
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process at once. On a normal exit, gloo's threads crash it about one time in ten (torch 2.13)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # a normal exit would remove multiprocessing's folder in /tmp
-    if multiprocessing.parent_process() is None:
-        shutil.rmtree(
-            vars(multiprocessing.current_process())["_config"].get("tempdir", ""),
-            ignore_errors=True,
-        )
-    os._exit(code)
+    end_process(work(*arguments) or DONE, is_rank=True)
 
 
 @contextmanager

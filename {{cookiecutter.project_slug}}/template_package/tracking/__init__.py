@@ -27,11 +27,14 @@ from tqdm import tqdm
 
 from ..config import Config
 from ..core.config import to_dict
+from ..core.processes import time_limit
 from ..errors import ConfigError
 from ..files import disk_failure, write_whole
 from ..launching.distributed import RankContext
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
+TRACKER_SECONDS = 60
+"""How long a tracker may take to start, to record or to close. A server that is silent may not hold up the run."""
 logger = logging.getLogger(__name__)
 
 
@@ -162,12 +165,12 @@ class Tracking:
         """If `action` is "start", create the trackers. Otherwise, call that method on each. Drop trackers that fail."""
         for name in list(self._trackers):
             try:
-                if action == "start":
-                    self._trackers[name] = import_module(f".{name}", __package__).Tracker(
-                        *arguments
-                    )
-                else:
-                    getattr(self._trackers[name], action)(*arguments)
+                with time_limit(TRACKER_SECONDS):
+                    if action == "start":
+                        module = import_module(f".{name}", __package__)
+                        self._trackers[name] = module.Tracker(*arguments)
+                    else:
+                        getattr(self._trackers[name], action)(*arguments)
             except Exception as error:
                 del self._trackers[name]
                 remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""

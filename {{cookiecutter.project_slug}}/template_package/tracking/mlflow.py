@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +16,6 @@ class Tracker:
     """Logs to one MLflow run, which is MLflow's active run on rank 0. A resumed run continues the same MLflow run."""
 
     def __init__(self, directory: Path, config: dict[str, Any], resumed_step: int) -> None:
-        # A server that has fallen silent may hold up the run for half a minute, not for 20 minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         runs = directory.absolute().parent
         experiment = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or Path.cwd().name
         if not mlflow.is_tracking_uri_set():

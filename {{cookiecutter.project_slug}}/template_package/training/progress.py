@@ -1,7 +1,6 @@
 """Counts the steps and epochs of a run, remembers the best evaluation, and measures the time spent in steps."""
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,27 +103,6 @@ class Progress:
             state[key] for key in ("step", "epoch", "position", "best")
         )
         vars(self).update(state["early_stopping"])
-
-    def state_for_this_run(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adapt another run's state: keep its place in the data, but recount its steps with this run's batch size."""
-        size, epoch, position = self.global_batch_size, state["epoch"], state["position"]
-        if position >= self.num_samples:  # that run had more data
-            epoch, position = epoch + 1, 0
-        if self.num_samples == sys.maxsize:  # a stream begins anew
-            epoch = position = 0
-        steps = epoch * -(-self.num_samples // size) + position // size
-        counts = {"step": steps, "epoch": epoch, "position": position - position % size}
-        random_states = [own | {"cursor": None} for own in state["random_states"]]
-        return (
-            state
-            | counts
-            | {
-                "best": None,
-                "is_of_other_run": True,
-                "early_stopping": {"best_epoch": epoch},
-                "random_states": random_states,
-            }
-        )
 
 
 class StepClock:

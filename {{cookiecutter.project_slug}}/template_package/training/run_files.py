@@ -1,28 +1,25 @@
-"""Writes the files that describe a run (config.yaml, environment.json, summary.json), and locks the run's folder."""
+"""Writes the files that describe a run: config.yaml, environment.json and summary.json."""
 
-import fcntl
 import logging
 import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import yaml
 
 from ..config import Config
+from ..core.checkpoint import CheckpointFolder, export_weights
 from ..core.config import to_dict
-from ..core.ranks import from_main, gather_objects
-from ..errors import ConfigError
+from ..core.ranks import gather_objects
 from ..files import write_json, write_whole
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
-from .checkpoint import CheckpointFolder, export_weights
 
 LIBRARIES = (
     "torch",
@@ -35,38 +32,6 @@ LIBRARIES = (
     "horovod",
 )
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """Lock the run's folder. Raise ConfigError if another job has locked it. All ranks must call this."""
-    held: list[BinaryIO] = []  # the system releases the lock when rank 0's process dies
-
-    def lock() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        held.append((directory / ".lock").open("ab"))
-        try:
-            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = f"name={directory.name}: another process trains this run already (environment.json: where)"
-            raise ConfigError(f"{problem}. Wait for its end, or choose another name=….") from None
-        except OSError as error:  # some network disks
-            logger.warning(
-                "%s: no locks on this disk (%s): do not start this run twice",
-                directory,
-                error.strerror,
-            )
-        for left in directory.glob("**/.*.tmp"):  # half written by a killed process
-            left.unlink(missing_ok=True)
-
-    from_main(lock)
-    try:
-        yield
-    finally:
-        for file in held:
-            with suppress(OSError):  # a disk without locks
-                # closing it would not do: the loader's workers have it too
-                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def log_devices(directory: Path, context: RankContext) -> list[str]:

@@ -6,7 +6,7 @@ import time
 
 from safetensors.torch import load_file
 
-from template_package.training.checkpoint import CheckpointFolder
+from template_package.core.checkpoint import CheckpointFolder
 
 from conftest import Project
 from test_resuming import assert_equal
@@ -18,7 +18,7 @@ def test_second_process_may_not_train_the_same_run(project: Project) -> None:
     deadline = time.monotonic() + 60
     while not (project.directory("run") / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert "name=run: another process trains this run already" in project.run(*words, code=2)
+    assert "name=run: another process trains this run" in project.run(*words, code=2)
     assert "another name=" in project.run("device_ids=cpu,cpu", *words, code=2)
     first.kill()
     first.communicate()
@@ -219,7 +219,7 @@ def test_file_that_a_killed_process_left_half_written_is_removed(project: Projec
 
 def test_first_run_whose_steps_are_not_resumed_fails_the_smoke_test(project: Project) -> None:
     project.append(
-        "training/checkpoint.py",
+        "core/checkpoint.py",
         "def find_run(*_: Any, **__: Any) -> dict[str, Any]:\n    return {}",
     )
     output = project.run("smoke", code=1)

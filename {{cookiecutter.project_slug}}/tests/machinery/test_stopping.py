@@ -41,7 +41,7 @@ WORDS = (
 )  # fmt: skip
 NUM_STEPS = 70
 SLOW_SAVE = (
-    "training/checkpoint.py",
+    "core/checkpoint.py",
     "        write_whole(path, ",
     "        __import__('time').sleep(0.4); write_whole(path, ",
 )

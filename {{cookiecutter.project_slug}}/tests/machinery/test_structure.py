@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "template_package"
-MAX_MODULES_OF_TRAINER = 18
+MAX_MODULES_OF_TRAINER = 19
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "trainer": "training strategies tracking data launching.distributed core config files errors",
     "training": "strategies tracking data launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed core.ranks config options_deepspeed errors",
-    "tracking": "launching.distributed core.config core.ranks config files errors",
+    "tracking": "launching.distributed core.config core.processes core.ranks config files errors",
     "data": "launching.distributed core config optional_files errors",
     "launching": "config core.config core.processes core.ranks core.settings files errors",
     "files": "errors",

@@ -151,8 +151,9 @@ class StopRequest:
         if self._work is not None:
             self._work.wait()
         code = int(self._sent)
-        # on the CPU: gloo carries it
-        self._sent = torch.tensor([self._received], dtype=torch.int32)
+        # The same tensor again, on the CPU: gloo carries it. A thread of gloo that frees a tensor of
+        # Python's while this process forks a loader's worker can make that worker hang (Python 3.11).
+        self._sent.fill_(self._received)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
         return code
 

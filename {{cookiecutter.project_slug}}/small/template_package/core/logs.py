@@ -26,10 +26,13 @@ from tqdm import tqdm
 from ..errors import ConfigError
 from ..files import disk_failure, write_json, write_whole
 from .config import Config, to_dict
+from .processes import time_limit
 from .ranks import Rank, gather_objects
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 PACKAGE = __name__.partition(".")[0]
+TRACKER_SECONDS = 60
+"""How long a tracker may take to start, to record or to close. A server that is silent may not hold up the run."""
 logger = logging.getLogger(__name__)
 
 
@@ -119,11 +122,12 @@ class Tracking:
         """Create the trackers ("start"), or call a method of each. Leave out one that fails."""
         for name in list(self._trackers):
             try:
-                if action == "start":
-                    module = import_module(f"{PACKAGE}.tracking.{name}")
-                    self._trackers[name] = module.Tracker(*arguments)
-                else:
-                    getattr(self._trackers[name], action)(*arguments)
+                with time_limit(TRACKER_SECONDS):
+                    if action == "start":
+                        module = import_module(f"{PACKAGE}.tracking.{name}")
+                        self._trackers[name] = module.Tracker(*arguments)
+                    else:
+                        getattr(self._trackers[name], action)(*arguments)
             except Exception as error:  # a tracker must not end a run
                 del self._trackers[name]
                 problem = " ".join(str(error).split())

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from ...core.checkpoint import run_lock
 from ...errors import StopRun
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus, take_devices
 from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
 from ...optional_files import available_files
-from ...training.run_files import run_lock
 from .. import CommandLine
 from ..report import read_json, read_metrics
 

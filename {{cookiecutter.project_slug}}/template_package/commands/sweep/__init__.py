@@ -22,13 +22,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from tqdm import tqdm
 
+from ...core.checkpoint import run_lock
 from ...core.ranks import num_usable_cores
 from ...core.settings import parse_device_ids, read_file
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
 from ...launching.devices import find_gpus
 from ...launching.processes import STOPPED, raise_stop, stop_signals_call
-from ...training.run_files import run_lock
 from .. import CommandLine
 from ..benchmark import find_reason, start_run
 from ..report import dotted, mean_over_seeds, read_json, read_metrics, show

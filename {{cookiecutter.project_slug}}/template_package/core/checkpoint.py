@@ -4,16 +4,19 @@ A checkpoint holds plain dicts, tensors and numbers, whole and under plain names
 continued on another number of ranks, with another strategy, and with size=full.
 """
 
+import errno
 import fcntl
 import logging
 import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from safetensors.torch import save as to_safetensors
@@ -30,21 +33,23 @@ DECISIVE = (
     "training.global_batch_size", "training.precision",
 )  # fmt: skip
 """Keys that must not change when a run continues, unless their field says decisive=False."""
-CONTINUE = "Put them back to continue, or choose another name=…"
+CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)"
 logger = logging.getLogger(__name__)
 
 
-def lock_run(directory: Path) -> None:
-    """Hold the run's folder until this process ends. All ranks must call this.
+@contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Inside, the run's folder is locked. All ranks must call this.
 
-    Raise ConfigError if another process has it.
+    Raise ConfigError if another process has locked it.
     """
+    held: list[int] = []
 
     def lock() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR)  # never closed
+        held.append(os.open(directory / ".lock", os.O_CREAT | os.O_RDWR))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             problem = f"name={directory.name}: another process trains this run"
             raise ConfigError(f"{problem}. Wait for its end, or choose another name=…") from None
@@ -54,6 +59,12 @@ def lock_run(directory: Path) -> None:
             left.unlink()
 
     from_main(lock)
+    try:
+        yield
+    finally:
+        for file in held:
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # to close it would not do: workers have it too
 
 
 class CheckpointFolder:
@@ -75,6 +86,8 @@ class CheckpointFolder:
         """Write a checkpoint, then delete those beyond `keep_last`."""
         path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
         self.folder.mkdir(exist_ok=True)
+        # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
+        state = apply_to_collection(state, numpy.generic, numpy.generic.item)
 
         def write(beside: Path) -> None:
             with beside.open("wb") as file:
@@ -103,38 +116,55 @@ class CheckpointFolder:
         raise ConfigError(f"{self.folder}: no checkpoint can be read. Choose another name=…")
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Return a state on the CPU, running no code of the file. Raise ConfigError if it is damaged."""
+def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
+    """Return a state on the CPU, running no code of the file. Raise ConfigError if it is damaged.
+
+    Raise OSError if the disk fails: an older checkpoint would not help.
+    """
     try:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word
             if file.testzip() is not None:
                 raise ValueError("its bits have changed")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format_version"] != FORMAT_VERSION:
-            raise ValueError("it is of another version of this project")
+        if dict(state).get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"it is no checkpoint of this project's format {FORMAT_VERSION}")
     except Exception as error:  # a damaged file may fail anywhere
-        problem = f"checkpoint {path} cannot be used ({one_line(error)})"
+        is_damaged = not isinstance(error, OSError) or error.errno in (errno.EINVAL, errno.ENOENT)
+        if not is_damaged:
+            raise
+        problem = f"{source}{path} cannot be used ({one_line(error)})"
         raise ConfigError(f"{problem}. Remove it or name another.") from None
     return state
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `read` on rank 0. The others get its result with meta tensors for model and optimizer."""
+    """Call `read` on rank 0. The others get its result with meta tensors for its large entries."""
     kept: list[dict[str, Any]] = []
 
     def outline() -> bytes:
         state = read()
         kept.append(state)
-        large = {key: state[key] for key in ("model", "optimizer") if key in state}
+        large = {key: state[key] for key in ("model", "optimizer", "average") if key in state}
         return pack(state | apply_to_collection(large, Tensor, Tensor.to, "meta"))
 
     kept.append(unpack(from_main(outline)))
     return kept[0]
 
 
-def find_run(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]:
-    """Return the state to continue from, or {} for a new run. Raise ConfigError if neither fits."""
+def find_run(
+    config: Config,
+    checkpoints: CheckpointFolder,
+    *,
+    is_restart: bool = False,
+    remedy: str = CONTINUE,
+) -> dict[str, Any]:
+    """Return the state to continue from, or {} for a new run. Raise ConfigError if neither fits.
+
+    `remedy` is for a file of another run whose model or optimizer is not this one's.
+    """
     wanted, paths, run = config.checkpoint.resume, checkpoints.newest_first(), checkpoints.folder
+    if wanted == "never" and is_restart:  # it is about files from before the first start
+        wanted = "auto"
     if paths:
         state = checkpoints.load_first(paths)
         check_same(state["config"], config, DECISIVE, f"name={config.name}")
@@ -149,13 +179,42 @@ def find_run(config: Config, checkpoints: CheckpointFolder) -> dict[str, Any]:
         raise ConfigError(f"{problem}. Choose another name=…")
     if wanted in ("auto", "never"):
         return {}
-    state = load_checkpoint(Path(wanted))
-    source = f"checkpoint.resume={wanted}"
-    check_same(state["config"], config, ("optimizer.name", "model"), source)
+    source = "checkpoint.resume="
+    state = load_checkpoint(Path(wanted), source)
+    check_same(state["config"], config, ("optimizer.name", "model"), source + wanted, remedy)
     return state | {"is_of_other_run": True}
 
 
-def check_same(stored: dict[str, Any], config: Config, keys: Sequence[str], source: str) -> None:
+def recount(state: dict[str, Any], num_samples: int, global_batch_size: int) -> dict[str, Any]:
+    """Keep another run's place in the data, but count its steps with this run's batch size."""
+    epoch, position = state["epoch"], state["position"]
+    if position >= num_samples:  # that run had more data
+        epoch, position = epoch + 1, 0
+    if num_samples == sys.maxsize:  # a stream begins anew
+        epoch = position = 0
+    done = position // global_batch_size
+    step = epoch * -(-num_samples // global_batch_size) + done
+    counts = {"step": step, "epoch": epoch, "position": done * global_batch_size}
+    return state | counts | {"best": None, "early_stopping": {"best_epoch": epoch}}
+
+
+def tell_changes(state: dict[str, Any], config: Config, total_steps: int) -> None:
+    """Log where a run goes on, and the keys that have changed since the checkpoint."""
+    logger.info("resuming after step %d of %d", state["step"], total_steps)
+    for key, change in differing_keys(state["config"], config).items():
+        if not key.startswith(("device_ids", "launch.")):  # they belong to a start
+            logger.info("changed since: %s: %s", key, change)
+        if key in ("training.epochs", "training.max_steps"):
+            logger.info("the learning rate follows its schedule for %d steps", total_steps)
+
+
+def check_same(
+    stored: dict[str, Any],
+    config: Config,
+    keys: Sequence[str],
+    source: str,
+    remedy: str = CONTINUE,
+) -> None:
     """Raise ConfigError if the configs differ in `keys`. A section such as `model` means its keys."""
     known = all_keys(type(config)).items()
     fixed = [key for key, item in known if item.metadata.get("decisive", True)]
@@ -163,7 +222,7 @@ def check_same(stored: dict[str, Any], config: Config, keys: Sequence[str], sour
     found = differing_keys(stored, config).items()
     lines = [f"{key}: {change}" for key, change in found if key in fixed and wanted.match(key)]
     if lines:
-        raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {CONTINUE}")
+        raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
 
 
 def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> None:
@@ -171,5 +230,9 @@ def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> No
     own = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # the first one wins
     values = {name: weights[name] for name in names.values()}  # extra state may be anything
-    tensors = {n: v.contiguous().clone() for n, v in values.items() if isinstance(v, Tensor)}
+    tensors = {
+        name: value.to(own[name].dtype).contiguous().clone()
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
     write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))
