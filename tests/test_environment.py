@@ -156,10 +156,15 @@ def test_command_returns_to_the_tool_that_runs_it(
 
 
 @pytest.mark.slow
-def test_command_does_not_end_the_kernel_of_a_notebook(project: Path, tmp_path: Path) -> None:
-    """What %run does: the file runs in the process of the caller."""
+@pytest.mark.parametrize("is_kernel", [False, True])
+def test_command_that_runs_in_a_process_of_another_program(
+    project: Path, tmp_path: Path, is_kernel: bool
+) -> None:
+    """What %run does. The process lives on; IPython's would keep the package's code, so there it is refused."""
     text = f"""
 import runpy, sys
+if {is_kernel}:
+    sys.modules["IPython"] = sys
 sys.argv = ["run.py", "device_ids=cpu", *{SHORT}]
 try:
     runpy.run_path("run.py", run_name="__main__")
@@ -167,7 +172,20 @@ except SystemExit as end:
     print("alive", end.code)
 """
     code, printed = run(project, sys.executable, "-c", text, DDP_RUNS_FOLDER=str(tmp_path))
-    assert code == 0 and printed.endswith("alive 0\n"), printed
+    assert code == 0 and f"alive {2 * is_kernel}\n" in printed, printed
+    assert is_kernel == ("Type in the cell: !python run.py" in printed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_full_shared_memory_is_told_with_its_remedy(project: Path, tmp_path: Path) -> None:
+    """A container has 64 MB there, unless it was started with more."""
+    words = "device_ids=cpu loader.num_workers=1 training.global_batch_size=1024"
+    line = "mount -t tmpfs -o size=100k none /dev/shm && "
+    line += f"exec {sys.executable} run.py {words} {' '.join(SHORT)}"
+    variables = {"DDP_RUNS_FOLDER": str(tmp_path)}
+    code, printed = run(project, "unshare", "--mount", "sh", "-c", line, **variables)
+    assert code == 1 and "set loader.num_workers=0" in printed, printed
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from baking import bake, plain_environment
 
@@ -103,3 +104,60 @@ def test_nodes_of_a_small_run_that_would_train_something_else_are_refused(
     told = "".join(rank.communicate(timeout=100)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [2, 2], told
     assert told.count("rank 1 would not train what rank 0 does: seed differ") == 1, told
+
+
+# As ScheduleFree does, it steps one set of weights, and another one, here their mean, is evaluated and saved.
+MEAN_OF_ITERATES = """
+import torch
+
+class Means(torch.optim.SGD):
+    is_training = False
+
+    def step(self):
+        assert self.is_training
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(parameter))
+                mean.add_(parameter.detach() - mean, alpha=1 / state["count"])
+                state["own"] = parameter.detach().clone()
+
+    def train(self):
+        self._take("own", True)
+
+    def eval(self):
+        self._take("mean", False)
+
+    def _take(self, name, is_training):
+        self.is_training = is_training
+        for parameter, state in self.state.items():
+            parameter.data.copy_(state[name])
+
+
+def build_optimizer(model, config):
+    return Means(model.parameters(), lr=config.learning_rate)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_optimizer_with_two_sets_of_weights_is_told_which_one_is_wanted(
+    template: Path, tmp_path: Path, size: str
+) -> None:
+    project = bake(template, tmp_path, size=size)
+    with next(project.glob("*/model.py")).open("a", encoding="utf-8") as file:
+        file.write(MEAN_OF_ITERATES)
+    for runs in ("whole", "twice"):
+        for steps in (20, 25, 30) if runs == "twice" else (30,):
+            words = ("device_ids=cpu,cpu", f"training.max_steps={steps}", "schedule.name=constant")
+            run(project, tmp_path / runs, *words, "checkpoint.every_steps=5")
+    whole, twice = (tmp_path / runs / "run" / "checkpoints" for runs in ("whole", "twice"))
+    assert len([*whole.glob("*.pt")]) > 2
+    for path in whole.glob("*.pt"):
+        state, other = torch.load(path), torch.load(twice / path.name)
+        for name, of_parameter in state["optimizer"]["state"].items():
+            assert torch.equal(state["model"][name], of_parameter["mean"])
+            assert not torch.equal(state["model"][name], of_parameter["own"])
+            assert torch.equal(state["model"][name], other["model"][name])

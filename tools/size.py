@@ -28,8 +28,8 @@ from baking import export_template, plain_environment, run_cookiecutter
 PACKAGE = "ddp_experiment"
 # of package and run.py in each size; README.md names them
 MAX_TOKENS = {
-    "small": 27_400,
-    "full": 53_050,
+    "small": 27_500,
+    "full": 53_200,
 }
 USERS_FILES = {f"{PACKAGE}/model.py", f"{PACKAGE}/dataset.py"}
 # An epoch of hundreds of steps, without logging, evaluation or checkpoint: SIGTERM always meets the same loop.
@@ -101,7 +101,7 @@ def main() -> int:
                 "small: run.py, trainer.py and core",
                 small,
                 trainer,
-                max_tokens=24_650,
+                max_tokens=24_750,
                 aim_tokens=10_000,
                 max_lines=3_600,
             ),

@@ -25,7 +25,7 @@ from .core.checkpoint import (
     run_lock,
     tell_changes,
 )
-from .core.optimizer import choose_optimizer, set_learning_rate
+from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
@@ -203,6 +203,7 @@ class Trainer:
             task.learning_rate,
         )
         set_learning_rate(strategy.optimizer, rate, peak)
+        set_mode(strategy.optimizer, "train")
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
@@ -219,7 +220,9 @@ class Trainer:
             for name, value in figures.items():
                 part = weighted(value, weight)
                 sums[name] = sums[name] + part if name in sums else part
-        return sums, strategy.optimizer_step(config.training.max_gradient_norm)
+        norm = strategy.optimizer_step(config.training.max_gradient_norm)
+        set_mode(strategy.optimizer, "eval")
+        return sums, norm
 
     def call_before_step(self) -> None:
         call_before_step(

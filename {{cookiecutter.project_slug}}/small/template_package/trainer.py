@@ -35,7 +35,7 @@ from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
 from .core.group import Interrupted, StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
-from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate
+from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate, set_mode
 from .core.random_states import (
     derive_seed,
     generators_restored,
@@ -192,6 +192,7 @@ class Trainer:
         config, peak = self.config, self.config.optimizer.learning_rate
         rate = learning_rate(config.schedule, peak, step, self.total_steps, task.learning_rate)
         set_learning_rate(strategy.optimizer, rate, peak)
+        set_mode(strategy.optimizer, "train")
         sums: dict[str, Tensor] = {}
         for (batch, request), weight in self.loader.next_step(strategy.module):
             with strategy.accumulate(is_last_micro_batch=request.is_last):
@@ -212,6 +213,7 @@ class Trainer:
             with torch.no_grad(), self.drawing_for(step):
                 task.before_step(strategy.module, step, Log(self.tracking, step))
         norm = strategy.optimizer_step(self.config.training.max_gradient_norm)
+        set_mode(strategy.optimizer, "eval")
         if task.after_step is not None:
             with torch.no_grad(), self.drawing_for(step), strategy.autocast():
                 task.after_step(strategy.module, step, Log(self.tracking, step))

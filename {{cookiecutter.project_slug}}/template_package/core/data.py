@@ -29,7 +29,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from ..errors import NEEDS_FULL, ConfigError
+from ..errors import NEEDS_FULL, ConfigError, FailureError
 from .processes import start_worker
 from .random_states import (
     derive_seed,
@@ -128,6 +128,11 @@ class Plan(Dataset[MicroBatch]):
             if "default_collate: batch must" in text or "automatic differentiation" in text:
                 raise ConfigError(
                     f"{text} Mend the samples in dataset.py, or write collate(items) there."
+                ) from None
+            if "shared memory" in text:
+                raise FailureError(
+                    f"/dev/shm has no room for a batch ({text}). Make it larger (docker run "
+                    "--shm-size=8g), or set loader.num_workers=0."
                 ) from None
             raise RuntimeError(
                 f"the data set, or its collate function, raised {error!r} "

@@ -52,13 +52,24 @@ class Optimizers(Optimizer):
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         # it refuses doubles
         super().__init__([{"params": group["params"]} for group in groups], {})
-        self._optimizers, self.param_groups = optimizers, groups
+        self.optimizers, self.param_groups = optimizers, groups
         for optimizer in optimizers:
             optimizer.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
+
+
+def set_mode(optimizer: Any, mode: str) -> None:
+    """Call train() or eval() of optimizers that have it, such as ScheduleFree (arXiv:2405.15682).
+
+    Their steps need other weights than evaluations and checkpoints. So "eval" comes after each
+    step, whether or not one follows: training does not depend on it.
+    """
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        if hasattr(one, mode):
+            getattr(one, mode)()
 
 
 def build_optimizer(model: nn.Module, config: "OptimizerConfig") -> Optimizer:

@@ -28,6 +28,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def settle_process() -> None:
     """Make a started command independent of hash seeds and consoles. It may start this process anew."""
+    if "IPython" in sys.modules:  # it would keep this package's code and signal handlers
+        print("error: %run is not supported. Type in the cell: !python run.py", file=sys.stderr)
+        sys.exit(2)
     if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
         os.environ["PYTHONHASHSEED"] = "0"  # a set of names has the same order in every process
         os.execv(sys.executable, sys.orig_argv)

@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 import time
 import tomllib
@@ -138,6 +139,8 @@ def check_versions(_: Machine) -> Iterator[Finding]:
 
 def check_shared_memory(_: Machine) -> Iterator[Finding]:
     """Check the free space in /dev/shm. Loader workers put batches there, and NCCL uses it for some transfers."""
+    if sys.platform != "linux":  # macOS has another kind
+        return
     size = shutil.disk_usage("/dev/shm")
     detail = f"/dev/shm has {size.free / GIB:.2f} of {size.total / GIB:.2f} GiB free"
     yield Finding("shared memory", _grade(size.free, fine=GIB, enough=GIB // 64), detail)
