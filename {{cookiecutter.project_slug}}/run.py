@@ -79,7 +79,7 @@ if __name__ == "__main__":
 
         settle_process()
     folder = Path(__file__).parent
-    if (folder / "template_only").exists() and "{" not in folder.name:
+    if (folder / "small" / "run.py").exists() and "{" not in folder.name:
         text = "warning: cookiecutter has run no hooks here: the answers for size, example, tracker and license were "
         text += "ignored. Make the project again with --accept-hooks=yes."
         print(text, file=sys.stderr)
