@@ -358,7 +358,9 @@ def test_order_of_gpus_is_set_before_the_users_files_are_imported(
     project: Project, way: str
 ) -> None:
     project.append(
-        "dataset.py", "import os\nprint('ORDER', os.environ.get('CUDA_DEVICE_ORDER'), flush=True)"
+        # one write: processes write at the same time
+        "dataset.py",
+        "import os\nos.write(1, f\"ORDER {os.environ.get('CUDA_DEVICE_ORDER')}\\n\".encode())",
     )
     torchrun = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
