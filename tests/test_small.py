@@ -106,6 +106,24 @@ def test_nodes_of_a_small_run_that_would_train_something_else_are_refused(
     assert told.count("rank 1 would not train what rank 0 does: seed differ") == 1, told
 
 
+def test_ranks_that_stop_in_the_same_moment_are_no_complete_run(projects: dict[str, Path]) -> None:
+    """A scheduler may tell one rank alone. The exit code is 143, even if no rank is left when one looks."""
+    text = """
+import subprocess
+from ddp_experiment.core import launch
+
+ranks = [subprocess.Popen(["sh", "-c", "exit 143"]) for _ in range(2)]
+for rank in ranks:
+    rank.wait()
+asked = []
+launch._watch(ranks, asked)
+print(launch._judge([rank.poll() for rank in ranks], asked, None, None))
+"""
+    command = [sys.executable, "-c", text]
+    printed = subprocess.check_output(command, cwd=projects["small"], encoding="utf-8")
+    assert printed.endswith("\n143\n")
+
+
 # As ScheduleFree does, it steps one set of weights, and another one, here their mean, is evaluated and saved.
 MEAN_OF_ITERATES = """
 import torch

@@ -236,7 +236,8 @@ def tell_failure(text: str, code: int, rank: Any = None) -> None:
 def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None:
     """Wait until all ranks have ended, or one has failed. Hand on the first request to stop."""
     is_told = False
-    while any(rank.poll() is None for rank in ranks):
+    codes: list[int | None] = [None]
+    while None in codes:
         codes = [rank.poll() for rank in ranks]
         if not {*codes} <= {None, 0, *STOPPED, *ENDED_EARLY}:
             time.sleep(0.2)  # ranks that fell together: judge by all
