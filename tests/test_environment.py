@@ -162,9 +162,9 @@ def test_command_that_runs_in_a_process_of_another_program(
 ) -> None:
     """What %run does. The process lives on; IPython's would keep the package's code, so there it is refused."""
     text = f"""
-import runpy, sys
+import builtins, runpy, sys
 if {is_kernel}:
-    sys.modules["IPython"] = sys
+    builtins.__IPYTHON__ = True
 sys.argv = ["run.py", "device_ids=cpu", *{SHORT}]
 try:
     runpy.run_path("run.py", run_name="__main__")

@@ -3,6 +3,7 @@
 This file imports no torch.
 """
 
+import builtins
 import ctypes
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def settle_process() -> None:
     """Make a started command independent of hash seeds and consoles. It may start this process anew."""
-    if "IPython" in sys.modules:  # it would keep this package's code and signal handlers
+    if hasattr(builtins, "__IPYTHON__"):  # it would keep this package's code and signal handlers
         print("error: %run is not supported. Type in the cell: !python run.py", file=sys.stderr)
         sys.exit(2)
     if "PYTHONHASHSEED" not in os.environ and sys.orig_argv[1:2] == sys.argv[:1]:
