@@ -73,6 +73,7 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
     assert num_passed(bake(template, tmp_path, **answers), *QUICK) > 10
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "example", [EXAMPLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:])]
 )

@@ -325,7 +325,7 @@ def find_run(*arguments, **options):
 )
 def test_broken_resume_fails(template: Path, tmp_path: Path, line: str, reason: str) -> None:
     project = bake(template, tmp_path, example="stub", package_name="net")
-    with (project / "net" / "training" / "checkpoint.py").open("a", encoding="utf-8") as module:
+    with (project / "net" / "core" / "checkpoint.py").open("a", encoding="utf-8") as module:
         module.write(BROKEN_RESUME.format(line=line))
     command = [sys.executable, "run.py", "smoke"]
     result = subprocess.run(
