@@ -165,12 +165,14 @@ class Tracking:
         """If `action` is "start", create the trackers. Otherwise, call that method on each. Drop trackers that fail."""
         for name in list(self._trackers):
             try:
+                is_start = action == "start"
+                if is_start:  # outside the limit: an import may take long on a network disk
+                    module = import_module(f".{name}", __package__)
+                call = module.Tracker if is_start else getattr(self._trackers[name], action)
                 with time_limit(TRACKER_SECONDS):
-                    if action == "start":
-                        module = import_module(f".{name}", __package__)
-                        self._trackers[name] = module.Tracker(*arguments)
-                    else:
-                        getattr(self._trackers[name], action)(*arguments)
+                    result = call(*arguments)
+                if is_start:
+                    self._trackers[name] = result
             except Exception as error:
                 del self._trackers[name]
                 remedy = f" Try: pip install {name}." if isinstance(error, ImportError) else ""

@@ -122,12 +122,14 @@ class Tracking:
         """Create the trackers ("start"), or call a method of each. Leave out one that fails."""
         for name in list(self._trackers):
             try:
+                is_start = action == "start"
+                if is_start:  # outside the limit: an import may take long on a network disk
+                    module = import_module(f"{PACKAGE}.tracking.{name}")
+                call = module.Tracker if is_start else getattr(self._trackers[name], action)
                 with time_limit(TRACKER_SECONDS):
-                    if action == "start":
-                        module = import_module(f"{PACKAGE}.tracking.{name}")
-                        self._trackers[name] = module.Tracker(*arguments)
-                    else:
-                        getattr(self._trackers[name], action)(*arguments)
+                    result = call(*arguments)
+                if is_start:
+                    self._trackers[name] = result
             except Exception as error:  # a tracker must not end a run
                 del self._trackers[name]
                 problem = " ".join(str(error).split())
