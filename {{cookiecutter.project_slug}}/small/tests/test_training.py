@@ -208,7 +208,9 @@ def test_parameters_without_an_optimizer_have_no_part_in_clipping(project: Proje
 
 
 def test_set_of_names_has_the_same_order_in_every_process(project: Project) -> None:
-    project.append("dataset.py", "\nprint('ORDER', *{f'class {k}' for k in range(9)})\n")
+    # one write a line, or an unbuffered Python mixes the words of two ranks
+    words = "'ORDER ' + ' '.join({f'class {k}' for k in range(9)}) + '\\n'"
+    project.append("dataset.py", f"\nprint({words}, end='')\n")
     outputs = [project.run(f"device_ids={ids}", f"name={len(ids)}") for ids in ("cpu", "cpu,cpu")]
     orders = [line for text in outputs for line in text.splitlines() if line.startswith("ORDER")]
     assert len(orders) == 3 and len({*orders}) == 1

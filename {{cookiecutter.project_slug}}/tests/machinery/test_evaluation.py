@@ -178,7 +178,7 @@ def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
 def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(
     project: Project,
 ) -> None:
-    shown = "    if not module.training:\n        print(len(batch.inputs), 'samples at once')\n    errors = ("
+    shown = "    if not module.training:\n        print(f'{len(batch.inputs)} samples at once')\n    errors = ("
     project.edit("model.py", "    errors = (", shown)
     # 2 samples fit on rank 1
     words = (

@@ -163,7 +163,10 @@ def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: 
 
 def test_local_rank_0_alone_builds_first_however_long_it_takes(project: Project) -> None:
     """Local rank 0 may download data. The other ranks wait, even for longer than the time-out of a collective."""
-    code = "import time, torch.distributed as dist; time.sleep(4 * (dist.get_rank() == 0)); print('TASK', time.time())"
+    code = (
+        "import time, torch.distributed as dist; time.sleep(4 * (dist.get_rank() == 0)); "
+        "print(f'TASK {time.time()}\\n', end='')"
+    )
     project.edit(
         "model.py",
         "    model: Any = nn.Seq",
@@ -196,7 +199,8 @@ def test_outputs_are_dropped_before_the_backward_pass(project: Project, strategy
         "    errors = (outputs",
         "    import weakref\n    outputs = outputs * 1.0\n    errors = (outputs",
     )
-    count = "lambda _: print('outputs are', 'dropped' if dropped() is None else 'held')"
+    state = "'dropped' if dropped() is None else 'held'"
+    count = f"lambda _: print('outputs are ' + ({state}) + '\\n', end='')"
     watch = f"    dropped = weakref.ref(outputs)\n    if loss.requires_grad:\n        loss.register_hook({count})"
     project.edit("model.py", "    return loss, outputs", f"{watch}\n    return loss, outputs")
     output = project.run(
