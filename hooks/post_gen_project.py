@@ -274,9 +274,10 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
 
     The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
     """
-    # `.` may have been typed
+    # `.` may have been typed; cookiecutter 2.1 does not tell the folder
     template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()
-    is_clone = (template / "cookiecutter.json").is_file() and (template / ".git").exists()
+    is_template = "_repo_dir" in answers and (template / "cookiecutter.json").is_file()
+    is_clone = is_template and (template / ".git").exists()
     commit = (
         ask_git(template, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
         if is_clone

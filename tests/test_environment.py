@@ -240,6 +240,13 @@ def test_project_that_was_made_without_hooks_says_so(template: Path, tmp_path: P
     assert code == 2 and "warning: cookiecutter has run no hooks here" in printed, printed
 
 
+def test_folder_that_was_copied_out_of_the_template_says_so(template: Path, tmp_path: Path) -> None:
+    """Row 24, a further form: no cookiecutter had a part in it."""
+    copy = shutil.copytree(template / "{{cookiecutter.project_slug}}", tmp_path / "experiment")
+    code, printed = run(copy, sys.executable, "run.py", "no-command")
+    assert code == 2 and "warning: cookiecutter has run no hooks here" in printed, printed
+
+
 @contextmanager
 def silent_server() -> Iterator[str]:
     """Yield the address of a server that accepts connections, by the kernel, and says nothing."""

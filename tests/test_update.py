@@ -210,6 +210,30 @@ def test_change_of_a_renamed_file_is_told(repository: Path, tmp_path: Path) -> N
     assert told == ["not updated, since you have deleted or renamed it: net/files.py"]
 
 
+def test_changes_of_a_renamed_package_are_told_file_by_file(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Row 09 of the environment's cases, a further form: none of the package's files is where it was."""
+    project = bake(repository, tmp_path / "work", **ANSWERS)
+    (project / "net").rename(project / "mine")
+    commit(project)
+    package = repository / PROJECT / "template_package"
+    for name in ("files.py", "trainer.py", "core/ranks.py"):
+        edit(package / name, '"""', '# mended\n"""')
+    (package / "new.py").touch()
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    told = {line.rpartition(" ")[2] for line in output.splitlines() if "deleted or renamed" in line}
+    assert told == {"net/files.py", "net/trainer.py", "net/core/ranks.py"}
+    assert git(project, "status", "--porcelain").split() == [
+        "M",
+        ".template.json",
+        "A",
+        "net/new.py",
+    ]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_repository_of_another_user(repository: Path, tmp_path: Path) -> None:
     """git refuses it: the update passes its remedy on, and a new project notes the template's commit all the same."""
