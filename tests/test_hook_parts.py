@@ -103,13 +103,23 @@ def test_next_steps_make_no_repository_inside_another(tmp_path: Path) -> None:
 
 
 def cookiecutter_of(version: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Install this version in an environment of its own, run it in `folder`, and return its result."""
+    """Install this version in an environment of its own, run it in `folder`, and return its result.
+
+    The shell stands in the repository of another template, of which nothing may be noted.
+    """
+    (folder / "cookiecutter.json").touch()
+    subprocess.check_call(["git", "init", "--quiet", folder])
+    commit = ["git", "-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "-m", "Start"]
+    subprocess.check_call([*commit, "--allow-empty"], cwd=folder)
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"
     pip = [str(programs / "python"), "-m", "pip", "install", "--quiet"]
     subprocess.check_call([*pip, f"cookiecutter=={version}"])
     command = [str(programs / "cookiecutter"), *words, "--no-input", "-o", "made"]
-    return subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    settings = os.environ | {"PWD": str(folder)}
+    return subprocess.run(
+        command, cwd=folder, env=settings, check=False, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow

@@ -165,13 +165,13 @@ class Tracking:
         """If `action` is "start", create the trackers. Otherwise, call that method on each. Drop trackers that fail."""
         for name in list(self._trackers):
             try:
-                is_start = action == "start"
-                if is_start:  # outside the limit: an import may take long on a network disk
-                    module = import_module(f".{name}", __package__)
-                call = module.Tracker if is_start else getattr(self._trackers[name], action)
+                if action == "start":  # outside the limit: a network disk may be slow
+                    call = import_module(f".{name}", __package__).Tracker
+                else:
+                    call = getattr(self._trackers[name], action)
                 with time_limit(TRACKER_SECONDS):
                     result = call(*arguments)
-                if is_start:
+                if action == "start":
                     self._trackers[name] = result
             except Exception as error:
                 del self._trackers[name]

@@ -122,13 +122,13 @@ class Tracking:
         """Create the trackers ("start"), or call a method of each. Leave out one that fails."""
         for name in list(self._trackers):
             try:
-                is_start = action == "start"
-                if is_start:  # outside the limit: an import may take long on a network disk
-                    module = import_module(f"{PACKAGE}.tracking.{name}")
-                call = module.Tracker if is_start else getattr(self._trackers[name], action)
+                if action == "start":  # outside the limit: a network disk may be slow
+                    call = import_module(f"{PACKAGE}.tracking.{name}").Tracker
+                else:
+                    call = getattr(self._trackers[name], action)
                 with time_limit(TRACKER_SECONDS):
                     result = call(*arguments)
-                if is_start:
+                if action == "start":
                     self._trackers[name] = result
             except Exception as error:  # a tracker must not end a run
                 del self._trackers[name]
