@@ -79,6 +79,7 @@ SMALL_KEEPS = {
         "core/ranks.py",
         "core/settings.py",
         "core/smoke.py",
+        "core/strategies.py",
         "core/task.py",
         "dataset.py",
         "errors.py",

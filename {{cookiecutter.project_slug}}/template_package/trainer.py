@@ -31,7 +31,7 @@ from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
 from .errors import ConfigError, StopRun
 from .launching.distributed import RankContext
-from .strategies import create_strategy, settle_precision, weighted
+from .strategies import create_strategy, settle_precision
 from .tracking import Tracking
 from .training.checkpoint import collect_state, load_run, load_weights
 from .training.checks import (
@@ -43,7 +43,13 @@ from .training.checks import (
     rehearse_last,
 )
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_before_step, figures_of, total_of, watch_gradients
+from .training.hooks import (
+    call_after_step,
+    call_before_step,
+    check_before_step,
+    figures_of,
+    total_of,
+)
 from .training.optimization import WeightAverage
 from .training.progress import Progress, StepClock
 from .training.run_files import (
@@ -63,7 +69,7 @@ class Trainer:
 
     def __init__(self, config: Config, context: RankContext, directory: Path, task: Task) -> None:
         # a run continues in the precision that it began with
-        config = settle_precision(config, context)
+        settle_precision(config, context)
         self.config, self.context, self.directory, self.task = config, context, directory, task
         train_data, validation_data, *_ = build_datasets(task, config, context)
         training = config.training
@@ -94,9 +100,8 @@ class Trainer:
         # epochs for which this process called on_epoch_begin() of model.py
         self.num_epochs_begun = 1
         self.strategy = create_strategy(config, context)
-        watch_gradients(task, self.strategy, self.call_before_step)
+        check_before_step(task, self.strategy)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
-        self.strategy.synchronize_buffers(is_start=True)  # all ranks begin with those of rank 0
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
         tell_of_names(train_data, validation_data)
@@ -218,16 +223,12 @@ class Trainer:
                 figures_of(task, loss, outputs, batch) if is_logged else {"loss": total.detach()}
             )
             for name, value in figures.items():
-                part = weighted(value, weight)
-                sums[name] = sums[name] + part if name in sums else part
+                sums[name] = sums.get(name, 0.0) + value * weight
+        strategy.unscale()
+        call_before_step(task, strategy, config.seed, progress.step, self.tracking)
         norm = strategy.optimizer_step(config.training.max_gradient_norm)
         set_mode(strategy.optimizer, "eval")
         return sums, norm
-
-    def call_before_step(self) -> None:
-        call_before_step(
-            self.task, self.strategy, self.config.seed, self.progress.step, self.tracking
-        )
 
     def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""

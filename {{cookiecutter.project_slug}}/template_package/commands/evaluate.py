@@ -19,7 +19,7 @@ from ..optional_files import available_files
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
-from ..training.checkpoint import check_shapes, load_weights
+from ..training.checkpoint import load_weights
 from ..training.evaluation import Evaluator
 from ..training.stopping import hang_watch
 from . import CommandLine
@@ -92,7 +92,7 @@ def restore(
     )
     # a split that build_datasets() draws is that of the training
     config.seed = state.get("config", {}).get("seed", config.seed)
-    config = settle_precision(config, context)
+    settle_precision(config, context)
     data = build()  # it may set data.fingerprint
     name, stored = f"checkpoint {path}", state.setdefault("config", to_dict(config))
     remedy = f"Type the settings of its training again, or --config {path.absolute().parents[1]}/config.yaml"
@@ -106,7 +106,6 @@ def restore(
         state["model"] = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     strategy = create_strategy(config, context)
     strategy.prepare(model)
-    check_shapes(strategy.shapes, state["model"], name)
     strategy.set_weights(state.get("average", state["model"]))
     return state, strategy, data
 

@@ -31,7 +31,7 @@ def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
     return current
 
 
-def join_group(context: RankContext, backend: str, timeout: timedelta) -> None:
+def join_group(context: Rank, backend: str, timeout: timedelta) -> None:
     """Join the process group of all ranks, unless this process has already joined it."""
     if dist.is_initialized():
         return

@@ -3,12 +3,12 @@
 from importlib import import_module
 
 from ..config import Config
+from ..core.strategies import settle_precision
 from ..errors import ConfigError
 from ..launching.distributed import RankContext
-from .base import Strategy, weighted
-from .common import settle_precision
+from .base import Strategy
 
-__all__ = ["Strategy", "create_strategy", "settle_precision", "weighted"]
+__all__ = ["Strategy", "create_strategy", "settle_precision"]
 
 
 def create_strategy(config: Config, context: RankContext) -> Strategy:
@@ -17,18 +17,13 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
         config.strategy == "fsdp" and not config.fsdp.cpu_offload
     )
     if is_plain and context.world_size == 1:
-        return Strategy(config.training, context)
-    # its own section, if any
-    arguments = (
-        config.training,
-        context,
-        getattr(config, config.strategy, config.ddp),
-    )
+        return Strategy(config, context)
     try:
-        strategy: Strategy = import_module(f".{config.strategy}", __package__).STRATEGY(*arguments)
+        module = import_module(f".{config.strategy}", __package__)
     except ModuleNotFoundError as error:
         remedy = f"Type: python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
         raise ConfigError(
             f"strategy={config.strategy}: {error.name} is not installed. {remedy}"
         ) from None
+    strategy: Strategy = module.STRATEGY(config, context)
     return strategy

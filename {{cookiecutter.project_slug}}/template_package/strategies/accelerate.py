@@ -20,11 +20,11 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import DdpConfig, TrainingConfig
+from ..config import Config, DdpConfig
+from ..core.ranks import Rank
+from ..core.strategies import Wrapper
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
-from .base import weighted
-from .ddp import DistributedDataParallelStrategy, Wrapper
+from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment, launch_variables
 
 
@@ -33,14 +33,15 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
 
     can_rebuild = False
 
-    def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
-        super().__init__(config, context, options)
-        if self.precision == "fp16" and context.device.type == "cpu":
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
+        precision = config.training.precision.replace("auto", "fp32")
+        if precision == "fp16" and rank.device.type == "cpu":
             raise ConfigError(
                 "training.precision=fp16: Accelerate would compute in fp32 on CPU ranks. Set it to bf16 or fp32."
             )
-        _check_launcher(self.precision)
-        self._accelerator = _create_accelerator(self.precision, context, options)
+        _check_launcher(precision)
+        self._accelerator = _create_accelerator(precision, rank, config.ddp)
         self.scaler = self._accelerator.scaler or self.scaler
 
     def wrap(self, module: nn.Module) -> Any:
@@ -48,7 +49,7 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         model = self._accelerator.prepare_model(module)
         if isinstance(model, DistributedDataParallel):
             model.__class__ = Wrapper
-            model.broadcast_buffers = self._options.broadcast_buffers
+            model.broadcast_buffers = self.config.ddp.broadcast_buffers
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -59,18 +60,18 @@ class AccelerateStrategy(DistributedDataParallelStrategy):
         return context
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
-        self._accelerator.backward(weighted(loss, weight))
+        self._accelerator.backward(loss * weight)
 
 
-def _create_accelerator(precision: str, context: RankContext, options: DdpConfig) -> Accelerator:
+def _create_accelerator(precision: str, rank: Rank, options: DdpConfig) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
         find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
         comm_hook=DDPCommunicationHookType(options.gradient_compression.replace("none", "no")),
     )
-    variables: dict[str, str | None] = dict(launch_variables(context))
-    if context.world_size == 1:  # with these it would join a group of its own
+    variables: dict[str, str | None] = dict(launch_variables(rank))
+    if rank.world_size == 1:  # with these it would join a group of its own
         variables = dict.fromkeys(variables)
     variables["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # it would choose another number
     variables |= {name: None for name in os.environ if name.startswith("ACCELERATE_")}
@@ -80,7 +81,7 @@ def _create_accelerator(precision: str, context: RankContext, options: DdpConfig
         with changed_environment(variables):
             return Accelerator(
                 mixed_precision=precision.replace("fp32", "no"),
-                cpu=context.device.type == "cpu",
+                cpu=rank.device.type == "cpu",
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
                     num_steps=1
                 ),  # the weights hold the division

@@ -10,26 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import DdpConfig, TrainingConfig
+from ..config import Config
+from ..core.ranks import Rank
+from ..core.strategies import ShowsModule
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
-from .base import ShowsModule, Strategy
+from .base import Strategy
 
 
 class DataParallelStrategy(Strategy):
-    def __init__(self, config: TrainingConfig, context: RankContext, _: DdpConfig) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
         for key in ("compile", "activation_checkpointing", "sync_batchnorm"):
-            if len(context.devices) > 1 and getattr(config, key):
+            if len(rank.devices) > 1 and getattr(config.training, key):
                 raise ConfigError(
                     f"training.{key}=true: nn.DataParallel cannot do it. Set false, or strategy=ddp."
                 )
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        if len(self.context.devices) == 1:
+        if len(self.rank.devices) == 1:
             return module
         wrapper = _DataParallel(
-            module, device_ids=self.context.devices, output_device=self.context.device
+            module, device_ids=self.rank.devices, output_device=self.rank.device
         )
         self.evaluation_model = wrapper  # all devices evaluate too
         return wrapper

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import DdpConfig, TrainingConfig
+from ..config import Config
 from ..core.ranks import from_main, pack, unpack
 from ..errors import ConfigError, FailureError
 from ..launching.distributed import RankContext, join_group
-from ..options_deepspeed import Options
-from .base import BuildOptimizer, weighted
+from .base import BuildOptimizer, share_from_main
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment, launch_variables
 from .zero.gradients import GradientWatch
@@ -34,13 +33,14 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     model: Any
     optimizer: Any
 
-    def __init__(self, config: TrainingConfig, context: RankContext, options: Options) -> None:
-        super().__init__(config, context, DdpConfig())
-        self._zero, self._stage = options, options.zero_stage
+    def __init__(self, config: Config, context: RankContext) -> None:
+        super().__init__(config, context)
+        self._zero: Any = vars(config)["deepspeed"]  # of options_deepspeed.py
+        self._stage, self._precision = self._zero.zero_stage, config.training.precision
         self.has_gradients = self._stage == 0
-        if config.ema_decay is not None:
+        if (decay := config.training.ema_decay) is not None:
             raise ConfigError(
-                f"training.ema_decay={config.ema_decay}: not under DeepSpeed. Set strategy=ddp or fsdp."
+                f"training.ema_decay={decay}: not under DeepSpeed. Set strategy=ddp or fsdp."
             )
         # asked in the last backward of every step: ZeRO drops gradients after it
         self.needs_all_gradients = False
@@ -51,23 +51,24 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Build the DeepSpeed engine from the model and the optimizer. For evaluation, only stage 3 needs an engine."""
         super().prepare(model)
+        share_from_main(self.module, self.rank)
         if build_optimizer is None and self._stage < 3:
             return
         self._check()
-        join_group(self.context, "auto", timedelta(minutes=10))  # a single rank has none yet
+        join_group(self.rank, "auto", timedelta(minutes=10))  # a single rank has none yet
         optimizer = None
         if build_optimizer is not None:
             optimizer = build_optimizer(self.module)  # it looks at whole weights
             check_optimizer(optimizer, self._zero)
         groups = Groups(self.module, optimizer)
         self._watch = GradientWatch(self.module, groups.trained)
-        num_elements = sum(parameter.numel() for parameter in self._parameters)
+        num_elements = sum(parameter.numel() for parameter in self.module.parameters())
         settings = build_settings(
-            self._zero, self.config.max_gradient_norm, self.precision, num_elements
+            self._zero, self.config.training.max_gradient_norm, self._precision, num_elements
         )
         if self._stage == 3:  # one weight after the other: the device never holds all of them
             self._deepspeed.zero.Init(module=self.module, config_dict_or_path=settings)
-            self.module.to(self.context.device)  # the buffers
+            self.module.to(self.rank.device)  # the buffers
         if optimizer is not None and self._stage > 0:
             groups.leave_trained(optimizer)
         # LOCAL_RANK names the device. DeepSpeed would refuse that mpirun's number of this rank on its node differs.
@@ -79,7 +80,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if self._stage == 3:
             self.evaluation_model = self.model  # which gathers the weights
         if optimizer is not None:
-            self._parts = OptimizerParts(self.optimizer, self.module, groups, self.context)
+            self._parts = OptimizerParts(self.optimizer, self.module, groups, self.rank)
             # DeepSpeed's own scaler clips scaled gradients, and lets each rank skip its part of a step alone.
             self.model.torch_autocast_z0_gradscaler = self.optimizer.torch_autocast_gradscaler = (
                 None
@@ -103,12 +104,16 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
 
     def backward(self, loss: Tensor, weight: float | Tensor) -> None:
         """Add this micro-batch's gradients. Raise ConfigError if a parameter still has none at the end of the step."""
-        loss = weighted(loss, weight)
+        loss = loss * weight
         if self._stage == 0 and self.scaler.is_enabled():
             loss = self.scaler.scale(loss)
         if self._is_last_micro_batch:
             self._watch.check_after(loss)
         self.model.backward(loss, scale_wrt_gas=False)
+
+    def unscale(self) -> None:
+        if self._stage == 0:
+            super().unscale()
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Update the weights and clear the gradients. Return the gradients' norm, or None if max_gradient_norm is None.
@@ -127,20 +132,18 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             )
         if max_gradient_norm is None:
             return None
-        return torch.as_tensor(self.model.get_global_grad_norm(), device=self.context.device)
+        return torch.as_tensor(self.model.get_global_grad_norm(), device=self.rank.device)
 
     def local_weights(self) -> list[Tensor]:
         return self._parts.local_weights() if self._stage == 3 else super().local_weights()
 
     def get_weights(self) -> dict[str, Tensor]:
-        return (
-            gather_weights(self.module, self.context) if self._stage == 3 else super().get_weights()
-        )
+        return gather_weights(self.module, self.rank) if self._stage == 3 else super().get_weights()
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         weights = unpack(from_main(lambda: pack(weights)))
-        others = {name: weights.pop(name) for name, shape in self.shapes.items() if shape is None}
-        scatter_weights(self.module, weights, self.context)
+        scatter_weights(self.module, weights, self.rank)
+        others = {name: weights[name] for name in weights if name.endswith("_extra_state")}
         self.module.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +167,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
             self.optimizer.override_loss_scale(self.scaler.get_scale())
 
     def _check(self) -> None:
-        if self.config.compile and self._stage == 3:
+        if self.config.training.compile and self._stage == 3:
             raise ConfigError(
                 "training.compile=true: stage 3 of DeepSpeed fetches weights around each layer, which torch.compile "
                 "cannot follow. Set it to false, or deepspeed.zero_stage=2."

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from ..config import DdpConfig, TrainingConfig
-from ..core.ranks import from_main
+from ..config import Config
+from ..core.ranks import Rank, from_main
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
-from .base import BuildOptimizer
+from .base import BuildOptimizer, share_from_main
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment
 
@@ -37,15 +36,15 @@ class HorovodStrategy(DistributedDataParallelStrategy):
 
     model: Any
 
-    def __init__(self, config: TrainingConfig, context: RankContext, options: DdpConfig) -> None:
-        if options.gradient_compression == "bf16":
+    def __init__(self, config: Config, rank: Rank) -> None:
+        if config.ddp.gradient_compression == "bf16":
             raise ConfigError(
                 "ddp.gradient_compression=bf16: Horovod has none or fp16. Set one of these."
             )
-        super().__init__(config, context, options)
+        super().__init__(config, rank)
         self._horovod = _import_horovod()
         if not self._horovod.is_initialized():
-            _connect(self._horovod, context)
+            _connect(self._horovod, rank)
         self._is_last_micro_batch = True
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
@@ -63,13 +62,13 @@ class HorovodStrategy(DistributedDataParallelStrategy):
         self._reducer = self._horovod.DistributedOptimizer(
             SGD([parameter for _, parameter in self._trained]),
             named_parameters=self._trained,
-            compression=getattr(self._horovod.Compression, self._options.gradient_compression),
-            gradient_predivide_factor=self.context.world_size,  # before the sum, as DDP: in fp16 it might overflow
+            compression=getattr(self._horovod.Compression, self.config.ddp.gradient_compression),
+            gradient_predivide_factor=self.rank.world_size,  # before the sum, as DDP: in fp16 it might overflow
         )
 
     def wrap(self, module: nn.Module) -> Any:
         """Copy rank 0's weights to all ranks, and return the module itself."""
-        self._horovod.broadcast_parameters([*module.named_parameters()], root_rank=0)
+        share_from_main(module, self.rank)
         return module
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -113,11 +112,11 @@ def _import_horovod() -> Any:
     return horovod.torch
 
 
-def _connect(hvd: Any, context: RankContext) -> None:
-    """Connect Horovod's ranks, numbered as in `context`, through a server on rank 0 instead of horovodrun's server."""
+def _connect(hvd: Any, rank: Rank) -> None:
+    """Connect Horovod's ranks, numbered as in `rank`, through a server on rank 0 instead of horovodrun's server."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     server, meeting = None, ("", 0)
-    if context.is_main and context.world_size > 1:
+    if rank.is_main and rank.world_size > 1:
         from horovod.runner.http.http_server import RendezvousServer
         from horovod.runner.util.network import get_driver_ip
 
@@ -132,8 +131,8 @@ def _connect(hvd: Any, context: RankContext) -> None:
     variables: dict[
         str, Any
     ] = {  # each rank as a host of its own: only NCCL needs to know which ones share a host
-        **dict.fromkeys(("HOSTNAME", "RANK", "CROSS_RANK"), context.rank),
-        **dict.fromkeys(("SIZE", "CROSS_SIZE"), context.world_size),
+        **dict.fromkeys(("HOSTNAME", "RANK", "CROSS_RANK"), rank.rank),
+        **dict.fromkeys(("SIZE", "CROSS_SIZE"), rank.world_size),
         **{"LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"},
         **{
             "GLOO_RENDEZVOUS_ADDR": host,
@@ -141,8 +140,8 @@ def _connect(hvd: Any, context: RankContext) -> None:
             "GLOO_IFACE": interface,
         },
     }
-    if context.world_size > 1:  # otherwise a rank that is held up for 30 seconds counts as lost
-        store: Any = context.store
+    if rank.world_size > 1:  # otherwise a rank that is held up for 30 seconds counts as lost
+        store: Any = rank.store
         variables["GLOO_TIMEOUT_SECONDS"] = math.ceil(store.timeout.total_seconds())
     with changed_environment(
         {f"HOROVOD_{name}": str(value) or None for name, value in variables.items()}

@@ -4,18 +4,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ..launching.distributed import RankContext
+from ..core.ranks import Rank
 
 
-def launch_variables(context: RankContext) -> dict[str, str]:
+def launch_variables(rank: Rank) -> dict[str, str]:
     """Return torchrun's variables for this rank. LOCAL_RANK is the index of the rank's GPU, if it has one."""
     return {
-        "RANK": str(context.rank),
-        "WORLD_SIZE": str(context.world_size),
-        "LOCAL_RANK": str(
-            context.local_rank if context.device.index is None else context.device.index
-        ),
-        "LOCAL_WORLD_SIZE": str(context.local_world_size),
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_RANK": str(rank.local_rank if rank.device.index is None else rank.device.index),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
         "MASTER_ADDR": os.environ.get(
             "MASTER_ADDR", "127.0.0.1"
         ),  # must be set; nobody connects, the group exists

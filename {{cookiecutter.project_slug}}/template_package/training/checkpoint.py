@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from ..core.random_states import derive_seed, get_random_states, seed_generators
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
 from ..strategies.base import Strategy
-from ..strategies.common import shapes_of
 from .optimization import WeightAverage
 from .progress import Progress
 
@@ -28,14 +28,13 @@ def load_run(
     average: WeightAverage | None,
 ) -> None:
     """Seed the RNGs and restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
-    context = strategy.context
+    context = strategy.rank
     if state:
         # older files lack it
         former = state["early_stopping"].get("num_samples", progress.num_samples)
         if former != progress.num_samples:
             problem = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")
-        check_shapes(strategy.shapes, state["model"], f"name={config.name}")
         strategy.load_state_dict(state)
         if average is not None:  # if ema_decay is new, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
@@ -57,7 +56,7 @@ def collect_state(
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
-    packed = gather_objects(pack(get_random_states(*strategy.context.devices) | {"cursor": cursor}))
+    packed = gather_objects(pack(get_random_states(*strategy.rank.devices) | {"cursor": cursor}))
     return (
         None
         if packed is None
@@ -94,23 +93,9 @@ def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> N
     weights |= {
         name: weights[names[id(tensor)]] for name, tensor in own.items() if id(tensor) in names
     }
-    check_shapes(shapes_of(model), weights, source)
-    model.load_state_dict(weights)
-
-
-def check_shapes(
-    shapes: dict[str, torch.Size | None], weights: dict[str, Tensor], source: str
-) -> None:
-    """Raise ConfigError, with the differences, if the names or shapes of `weights` differ from those of shapes_of()."""
-    found = {name: tensor.shape for name, tensor in weights.items()}
-    if names := [
-        n for n in shapes | found if n not in found or shapes.get(n, "none") not in (None, found[n])
-    ]:
-        lines = [
-            f"{name}: {found.get(name)} in the file, {shapes.get(name)} in the model"
-            for name in names[:5]
-        ]
-        remedy = "Change model.* or model.py, or choose another file or name=…"
-        raise ConfigError(
-            f"{source}: does not fit the model in {len(names)} tensors: {'; '.join(lines)}. {remedy}"
-        )
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = shorten(str(error), 500, placeholder="…")
+        remedy = "Change model.* or model.py, or choose another file"
+        raise ConfigError(f"{source}: does not fit the model: {problem} {remedy}.") from None

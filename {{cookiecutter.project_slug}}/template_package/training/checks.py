@@ -84,7 +84,7 @@ def rehearse(
     shapes, buffers = saved_shapes(strategy.module), buffers_restored(strategy.module.modules())
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
     with (
-        generators_restored(*strategy.context.devices),
+        generators_restored(*strategy.rank.devices),
         buffers,
         strategy.accumulate(is_last_micro_batch=not is_trial),
     ):
@@ -152,7 +152,7 @@ def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def rehearse_last(strategy: Strategy, loader: TimedLoader, task: Task) -> None:
     """Raise ConfigError if the model fails on an epoch's last batch, which may leave unequal shares or one sample."""
-    context, num_left = strategy.context, loader.num_samples % loader.global_batch_size
+    context, num_left = strategy.rank, loader.num_samples % loader.global_batch_size
     largest, smallest = -(-num_left // context.world_size), num_left // context.world_size  # shares
     has_one = smallest < 2 * -(-largest // loader.micro_batch_size)  # in a micro-batch
     if num_left == 0 or loader.num_samples == sys.maxsize or (largest == smallest and not has_one):
@@ -198,7 +198,7 @@ class MemoryLimit:
         """If micro_batch_size is `auto`, try to find a size that fits in memory. All ranks use the smallest result."""
         # If forward passes hold collectives, a trial on one rank alone would wait forever.
         may_try = micro_batch_size == "auto" and not (
-            strategy.has_collective_forward or strategy.config.sync_batchnorm
+            strategy.has_collective_forward or strategy.config.training.sync_batchnorm
         )
         while may_try:
             try:  # an epoch's last batch may be shorter than its first

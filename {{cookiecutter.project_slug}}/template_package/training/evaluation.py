@@ -122,7 +122,7 @@ class Evaluator:
             whole |= self._compute_metrics()
         # The precision of 16 bits, TF32 and fp32.
         is_cpu = self._context.device.type == "cpu"
-        tolerance = 0.03 if strategy.precision != "fp32" else 2e-5 if is_cpu else 1e-3
+        tolerance = 0.03 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
         for name, value in halves.items():
             if name not in self._metrics and abs(whole[name] - value) > tolerance * abs(
                 whole[name]

@@ -1,7 +1,7 @@
 """Calls the optional functions of model.py for the trainer."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,21 +31,17 @@ def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Ten
     return {name: figures[name].detach().to(total.device) for name in sorted(figures)}
 
 
-def watch_gradients(task: Task, strategy: Strategy, call: Callable[[], object]) -> None:
-    """Let the strategy call before_step() of model.py, if there is one. Raise ConfigError if it cannot."""
-    if task.before_step is not None:
-        if not strategy.has_gradients:
-            remedy = "Take it out, or set strategy=ddp"
-            raise ConfigError(
-                f"before_step in model.py: this strategy shows no gradients. {remedy}."
-            )
-        strategy.before_clipping = call
+def check_before_step(task: Task, strategy: Strategy) -> None:
+    """Raise ConfigError if model.py has a before_step(), and the strategy shows no averaged gradients."""
+    if task.before_step is not None and not strategy.has_gradients:
+        remedy = "Take it out, or set strategy=ddp"
+        raise ConfigError(f"before_step in model.py: this strategy shows no gradients. {remedy}.")
 
 
 @contextmanager
 def drawing_for(strategy: Strategy, seed: int, step: int) -> Iterator[None]:
     """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
-    with generators_restored(*strategy.context.devices):
+    with generators_restored(*strategy.rank.devices):
         seed_generators(derive_seed(seed, -(2**20), step))
         yield
 
@@ -69,7 +65,7 @@ def call_on_evaluation_end(task: Task, strategy: Strategy, log: Any) -> None:
     """Call on_evaluation_end(model, log) in model.py, if defined. If the call fails, log a warning and continue."""
     if task.on_evaluation_end is not None:
         with (
-            generators_restored(*strategy.context.devices),
+            generators_restored(*strategy.rank.devices),
             strategy.gathered(),
             strategy.autocast(),
         ):

@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core.strategies import gather, receive
 from ..strategies.base import Strategy
-from ..strategies.common import gather_whole, receive
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +62,15 @@ class WeightAverage:
         finally:
             self._swap(averages)
 
-    def get_weights(self) -> dict[str, Tensor]:
+    def get_weights(self) -> dict[str, Any]:
         """Return the averaged model's state dict on the CPU. All ranks must call this. Only rank 0 gets all weights."""
         with self.swapped_in():  # on the CPU the state dict shares memory with the model
             weights = {
-                name: weight.clone() for name, weight in self._strategy.get_weights().items()
+                name: None if weight is None else weight.clone()
+                for name, weight in self._strategy.get_weights().items()
             }
         for name, average in self._wider.items():
-            weights |= gather_whole({name: average}, self._strategy.context)
+            weights[name] = gather(average, self._strategy.rank)
         return weights
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
@@ -76,7 +78,7 @@ class WeightAverage:
         with self.swapped_in():
             self._strategy.set_weights(weights)
         for name, average in self._wider.items():
-            average.copy_(receive(weights[name], self._strategy.context, average))
+            average.copy_(receive(weights[name], self._strategy.rank, average))
 
     @torch.no_grad()
     def _swap(self, averages: list[Tensor]) -> None:

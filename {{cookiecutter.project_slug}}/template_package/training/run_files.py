@@ -83,7 +83,7 @@ def write_summary(
     directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy
 ) -> dict[str, Any]:
     """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
-    context = strategy.context
+    context = strategy.rank
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 2**10
     )
@@ -97,7 +97,7 @@ def write_summary(
         "num_devices": len(peaks),
         "device_ids": config.device_ids,
     }
-    summary |= {"strategy": config.strategy, "precision": strategy.precision}
+    summary |= {"strategy": config.strategy, "precision": config.training.precision}
     summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": peaks}
     if not context.is_main:
         return summary

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from configs import config_of
 
-from template_package.config import DdpConfig, TrainingConfig
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 
@@ -82,7 +81,7 @@ def test_one_rank_is_the_plain_loop(project: Project) -> None:
 def strategy_of(**options: Any) -> Any:
     from template_package.strategies.accelerate import AccelerateStrategy
 
-    return AccelerateStrategy(replace(TrainingConfig(), **options), RankContext(), DdpConfig())
+    return AccelerateStrategy(config_of(**options), RankContext())
 
 
 def test_fp16_on_cpu_is_refused() -> None:

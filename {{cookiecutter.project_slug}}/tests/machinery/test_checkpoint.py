@@ -137,11 +137,8 @@ def test_state_that_could_not_be_read_again_is_told_at_the_first_save(
     project: Project, tmp_path: Path
 ) -> None:
     project.append("model.py", NUMPY_STATE.replace("VALUE", "numpy.zeros(2)"))
-    output = project.run("device_ids=cpu,cpu", "checkpoint.every_steps=1", code=1)
-    assert (
-        "Unexpected value type <class 'numpy.ndarray'>" in output
-        and output.count(") failed:\n") == 1
-    )
+    output = project.run("device_ids=cpu,cpu", "checkpoint.every_steps=1", code=2)
+    assert "step_00000001.pt cannot be used (Weights only load failed" in output
     assert len(project.lines("run")) == 1
     with pytest.raises(ConfigError, match=r"step_00000001\.pt cannot be used"):
         CheckpointFolder(tmp_path).save({**state(1), "best": numpy.zeros(2)})
@@ -204,9 +201,9 @@ def test_initial_weights_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_weights(nn.Linear(3, 2), tmp_path / "other.pt")
     for words in (
-        "bias: None in the file, torch.Size([2]) in the model",
-        "extra: torch.Size([1]) in the file, None in the model",
-        "weight: torch.Size([2, 4]) in the file, torch.Size([2, 3]) in the model",
+        'Missing key(s) in state_dict: "bias"',
+        'Unexpected key(s) in state_dict: "extra"',
+        "size mismatch for weight",
     ):
         assert words in str(caught.value)
     torch.save({"weight": 3}, tmp_path / "none.pt")

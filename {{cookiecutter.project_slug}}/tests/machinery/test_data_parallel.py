@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 
-from template_package.config import DdpConfig, TrainingConfig
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.data_parallel import DataParallelStrategy
@@ -23,7 +22,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 
 def strategy_on(*devices: torch.device, **options: Any) -> DataParallelStrategy:
     context = RankContext(devices=devices)
-    return DataParallelStrategy(replace(TrainingConfig(), **options), context, DdpConfig())
+    return DataParallelStrategy(config_of(**options), context)
 
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -6,7 +6,6 @@ import math
 import os
 import socket
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from torch import nn
 
-from template_package.config import TrainingConfig, load_config
+from template_package.config import load_config
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
 from template_package.options_deepspeed import Options
@@ -264,8 +264,9 @@ def strategy_of(monkeypatch: pytest.MonkeyPatch, stage: int, **options: Any) -> 
 
     for name in ("DS_ACCELERATOR", "LOCAL_RANK"):
         monkeypatch.setenv(name, "")  # what the strategy sets is taken back after the test
-    config = replace(TrainingConfig(), **options)
-    return DeepSpeedStrategy(config, RankContext(store=dist.HashStore()), Options(zero_stage=stage))
+    config: Any = config_of(**options)
+    config.deepspeed = Options(zero_stage=stage)
+    return DeepSpeedStrategy(config, RankContext(store=dist.HashStore()))
 
 
 def test_models_that_it_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

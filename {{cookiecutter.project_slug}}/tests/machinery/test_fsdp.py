@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from template_package.config import FsdpConfig, TrainingConfig
+from template_package.core.strategies import SENDS_ZEROS
 from template_package.launching.distributed import RankContext
-from template_package.strategies.fsdp import SENDS_ZEROS, FullyShardedStrategy
+from template_package.strategies.fsdp import FullyShardedStrategy
 
 from conftest import PACKAGE, Project
 from test_resuming import assert_equal
@@ -41,7 +41,7 @@ def context() -> Iterator[RankContext]:
 
 
 def strategy_of(context: RankContext, **options: Any) -> FullyShardedStrategy:
-    return FullyShardedStrategy(replace(TrainingConfig(), **options), context, FsdpConfig())
+    return FullyShardedStrategy(config_of(**options), context)
 
 
 class Model(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from configs import config_of
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
@@ -18,9 +19,10 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
 )
 
-from template_package.config import ScheduleConfig, TrainingConfig
+from template_package.config import ScheduleConfig
 from template_package.core.config import OptimizerConfig
 from template_package.core.optimizer import build_optimizer, set_learning_rate
+from template_package.core.ranks import pack, unpack
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.training.progress import StepClock
@@ -238,7 +240,7 @@ def test_groups_of_a_users_optimizer_keep_their_ratio_to_the_peak() -> None:
 
 def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
     calls: list[int] = []
-    first, second = (Strategy(TrainingConfig(), RankContext()) for _ in range(2))
+    first, second = (Strategy(config_of(), RankContext()) for _ in range(2))
     for strategy in (first, second):
         strategy.prepare(nn.Linear(2, 2), lambda module: torch.optim.AdamW(module.parameters()))
         strategy.optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -254,7 +256,7 @@ def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
 def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
-    first, second = (Strategy(TrainingConfig(), RankContext()) for _ in range(2))
+    first, second = (Strategy(config_of(), RankContext()) for _ in range(2))
     for strategy in (first, second):
         torch.manual_seed(0)
         groups = [{"params": []}, {"params": None}]
@@ -268,7 +270,7 @@ def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
     for _ in range(2):
         first.backward(first.model(torch.ones(2, 4)).square().sum(), 1.0)
         first.optimizer_step(None)
-    second.load_state_dict(first.state_dict())
+    second.load_state_dict(unpack(pack(first.state_dict())))  # as from a file
     for strategy in (first, second):
         strategy.backward(strategy.model(torch.ones(2, 4)).square().sum(), 1.0)
         strategy.optimizer_step(None)

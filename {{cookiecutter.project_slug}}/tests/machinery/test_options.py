@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import Tensor, nn
 
-from template_package.config import TrainingConfig, load_config
+from template_package.config import load_config
+from template_package.core.strategies import settle_precision
 from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.strategies.common import settle_precision
 from template_package.training.checks import check_finite, checksum
 
 from conftest import ROOT, Project
@@ -44,7 +44,9 @@ class Blocks(nn.Module):
 
 
 def prepared(model: nn.Module, **options: Any) -> Strategy:
-    strategy = Strategy(replace(TrainingConfig(), **options), RankContext())
+    config = config_of(**options)
+    settle_precision(config, RankContext())
+    strategy = Strategy(config, RankContext())
     strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
     return strategy
 
@@ -65,10 +67,9 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
     strategy = prepared(nn.Linear(4, 4), precision=precision)
     assert backward(strategy).dtype == dtype
     assert strategy.module.weight.dtype == torch.float32
-    assert (
-        settle_precision(load_config(ROOT / "config.yaml"), RankContext()).training.precision
-        == "fp32"
-    )
+    config = load_config(ROOT / "config.yaml")
+    settle_precision(config, RankContext())
+    assert config.training.precision == "fp32"
 
 
 def test_precision_fits_the_oldest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,15 +77,11 @@ def test_precision_fits_the_oldest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: generations[device.index]
     )
-    config, first, second = (
-        load_config(ROOT / "config.yaml"),
-        torch.device("cuda:0"),
-        torch.device("cuda:1"),
-    )
+    first, second = (torch.device("cuda", index) for index in (0, 1))
     for devices, precision in (((first,), "bf16"), ((second,), "fp16"), ((first, second), "fp16")):
-        assert (
-            settle_precision(config, RankContext(devices=devices)).training.precision == precision
-        )
+        config = load_config(ROOT / "config.yaml")
+        settle_precision(config, RankContext(devices=devices))
+        assert config.training.precision == precision
 
 
 def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None:
@@ -94,6 +91,7 @@ def test_fp16_clips_the_true_gradients_and_skips_a_step_that_overflows() -> None
     # low enough for nothing to overflow
     strategy.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     backward(strategy, scale=10.0)
+    strategy.unscale()
     norm = strategy.optimizer_step(max_gradient_norm=0.01)
     torch.manual_seed(1)
     plain = prepared(nn.Linear(4, 4), precision="bf16")
@@ -120,7 +118,7 @@ def test_transposed_buffer_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     model, table = nn.Linear(2, 2), torch.zeros(3, 2).t()
     model.register_buffer("table", table)
-    strategy = Strategy(TrainingConfig(), RankContext(rank=1, world_size=2))
+    strategy = Strategy(config_of(), RankContext(rank=1, world_size=2))
     strategy.prepare(model)
     strategy.synchronize_buffers()
     sent = torch.full((2, 12), 7, dtype=torch.uint8).view(torch.float32)

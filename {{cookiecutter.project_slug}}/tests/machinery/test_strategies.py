@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from safetensors.torch import load_file
 from torch import nn
 from workload import model as workload_model
 
-from template_package.config import TrainingConfig, load_config
+from template_package.config import load_config
 from template_package.core.optimizer import set_learning_rate
 from template_package.errors import ConfigError
 from template_package.launching.distributed import RankContext
@@ -248,7 +249,7 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     def create() -> base.Strategy:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(not is_frozen)
-        strategy = base.Strategy(TrainingConfig(), RankContext())
+        strategy = base.Strategy(config_of(), RankContext())
         strategy.prepare(
             model, lambda _: torch.optim.AdamW([{"params": layer.parameters()} for layer in model])
         )

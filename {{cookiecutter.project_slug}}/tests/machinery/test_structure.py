@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
     "trainer": "training strategies tracking data launching.distributed core config files errors",
     "training": "strategies tracking data launching.distributed launching.processes core config files errors",
-    "strategies": "launching.distributed core.ranks config options_deepspeed errors",
+    "strategies": "launching.distributed core config options_deepspeed errors",
     "tracking": "launching.distributed core.config core.processes core.ranks config files errors",
     "data": "launching.distributed core config optional_files errors",
     "launching": "config core.config core.processes core.ranks core.settings files errors",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from template_package.config import DdpConfig, TrainingConfig
 from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader
 from template_package.core.task import find_task
@@ -204,7 +204,7 @@ def test_data_parallel_shows_what_is_on_the_module() -> None:
         if kind == "cuda"
         else (torch.device("cpu"),) * 2
     )
-    strategy = DataParallelStrategy(TrainingConfig(), RankContext(devices=devices), DdpConfig())
+    strategy = DataParallelStrategy(config_of(), RankContext(devices=devices))
     module = Module(3, 2)
     module.register_buffer("class_weights", torch.ones(2))
     strategy.prepare(module, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))

@@ -11,30 +11,40 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from ...launching.distributed import RankContext
-from ..common import NOT_LOADED
+from ...core.ranks import Rank
+from ...core.strategies import NOT_LOADED
+from ...errors import ConfigError
 
 
-def gather_weights(module: nn.Module, context: RankContext) -> dict[str, Tensor]:
+def gather_weights(module: nn.Module, rank: Rank) -> dict[str, Tensor]:
     """Gather the weights of stage 3 in rank 0's CPU memory, one after the other. All ranks must call this."""
     from deepspeed import zero
 
     weights = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         with zero.GatheredParameters([tensor]):
-            if context.is_main:
+            if rank.is_main:
                 weights[name] = tensor.detach().to("cpu", copy=True)
     return weights
 
 
 @torch.no_grad()
-def scatter_weights(module: nn.Module, weights: dict[str, Tensor], context: RankContext) -> None:
+def scatter_weights(module: nn.Module, weights: dict[str, Tensor], rank: Rank) -> None:
     """Load whole weights in any stage. If the model's weights are sharded, each rank gets its shards from rank 0."""
     from deepspeed import zero
 
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    own = module.state_dict(keep_vars=True)
+    for name in own.keys() | weights.keys():
+        shapes = [
+            getattr(of.get(name), "ds_shape", getattr(of.get(name), "shape", None))
+            for of in (weights, own)
+        ]
+        if shapes[0] != shapes[1] and not name.endswith("_extra_state"):
+            problem = f"{name}: {shapes[0]} in the file, {shapes[1]} in the model"
+            raise ConfigError(f"{problem}. Change the model back, or choose another name=…")
+    for name, tensor in own.items():
         with zero.GatheredParameters([tensor], modifier_rank=0):
-            if name in weights and (context.is_main or not hasattr(tensor, "ds_id")):
+            if rank.is_main or not hasattr(tensor, "ds_id"):
                 tensor.copy_(weights[name])
 
 
@@ -80,10 +90,8 @@ class Groups:
 class OptimizerParts:
     """Gathers and scatters the sharded state of DeepSpeed's optimizer, in stages 1 to 3."""
 
-    def __init__(
-        self, optimizer: Any, module: nn.Module, groups: Groups, context: RankContext
-    ) -> None:
-        self._optimizer, self._groups, self._context = optimizer, groups, context
+    def __init__(self, optimizer: Any, module: nn.Module, groups: Groups, rank: Rank) -> None:
+        self._optimizer, self._groups, self._rank = optimizer, groups, rank
         self._parameters: dict[str, Any] = dict(module.named_parameters())
         # stage 3
         self._is_cut = any(hasattr(parameter, "ds_id") for parameter in self._parameters.values())
@@ -104,10 +112,10 @@ class OptimizerParts:
                     if value.dim()
                     else value
                 )
-                if self._context.is_main:
+                if self._rank.is_main:
                     values[key] = whole.to("cpu", copy=True)
         groups = self._groups.saved(self._optimizer.param_groups)
-        return {"state": state, "param_groups": groups} if self._context.is_main else {}
+        return {"state": state, "param_groups": groups} if self._rank.is_main else {}
 
     def scatter(self, saved: dict[str, Any]) -> None:
         """Load this rank's shards of a whole state, saved by any strategy. Call this before the first step."""
@@ -137,7 +145,7 @@ class OptimizerParts:
 
     def local_weights(self) -> list[Tensor]:
         """In stage 3, return this rank's shard of every parameter, without the padding at the end of the last shard."""
-        rank = self._context.rank
+        rank = self._rank.rank
         parts = [
             (parameter.ds_tensor.detach(), parameter.ds_numel)
             for parameter in self._parameters.values()
@@ -160,9 +168,7 @@ class OptimizerParts:
 
         if self._is_cut:
             size = parameter.ds_tensor.numel()
-            filled = pad(value.flatten(), (0, size * self._context.world_size - value.numel()))
-            safe_set_local_optimizer_state(
-                parameter, filled[size * self._context.rank :][:size], key
-            )
+            filled = pad(value.flatten(), (0, size * self._rank.world_size - value.numel()))
+            safe_set_local_optimizer_state(parameter, filled[size * self._rank.rank :][:size], key)
         else:
             safe_set_full_optimizer_state(parameter, value, key)

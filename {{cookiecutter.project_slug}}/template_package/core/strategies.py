@@ -3,9 +3,12 @@
 A checkpoint is the same whatever the strategy: whole tensors under plain names, on rank 0.
 """
 
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from textwrap import shorten
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
@@ -33,8 +37,11 @@ BATCH_NORMS = (
 )
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORMS)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""False before torch 2.13: ranks that leave out other parameters would add up other weights' gradients."""
 NOT_LOADED = {"params", "initial_lr", "weight_decay", "betas", "momentum", "fused"}
 """Entries of an optimizer's groups that config.yaml or the machine decides."""
+logger = logging.getLogger(__name__)
 
 
 def settle_precision(config: Config, rank: Rank) -> None:
@@ -42,15 +49,16 @@ def settle_precision(config: Config, rank: Rank) -> None:
 
     Set what torch keeps for the whole process, too: TF32, cuDNN's choice, determinism.
     """
-    training, capability = config.training, 0
-    if rank.device.type == "cuda":
-        capability, _ = torch.cuda.get_device_capability(rank.device)
-    oldest = all_reduce(torch.tensor(capability), dist.ReduceOp.MIN)
+    training, gpus = config.training, [one for one in rank.devices if one.type == "cuda"]
+    capabilities = [torch.cuda.get_device_capability(gpu)[0] for gpu in gpus]
+    oldest = all_reduce(torch.tensor(min(capabilities, default=0)), dist.ReduceOp.MIN)
     if training.precision == "auto":
         training.precision = "bf16" if oldest >= 8 else "fp16" if oldest else "fp32"  # 8: Ampere
     torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = training.tf32
     torch.backends.cudnn.benchmark = training.cudnn_benchmark and not training.deterministic
+    if training.deterministic:  # some versions of torch refuse cuBLAS without it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(training.deterministic)
 
 
@@ -61,13 +69,17 @@ class Strategy:
     """
 
     model: nn.Module
+    module: nn.Module
+    evaluation_model: nn.Module  # called in evaluation, which shares no gradients
     optimizer: Optimizer
     has_collective_forward = False  # forward waits for other ranks: all must run it equally often
     needs_all_gradients = False
 
     def __init__(self, config: Config, rank: Rank) -> None:
         self.config, self.rank = config, rank
-        self.dtype = DTYPES[config.training.precision]  # of matrix products; None: as the weights
+        self.dtype = DTYPES.get(
+            config.training.precision
+        )  # of matrix products; None: as the weights
         is_scaled = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(rank.device.type, enabled=is_scaled)
 
@@ -75,7 +87,7 @@ class Strategy:
         self, module: nn.Module, build_optimizer: Callable[[nn.Module], Optimizer] | None
     ) -> None:
         """Move the model to the device, wrap it, then build the optimizer; None: to evaluate only."""
-        self.module = module.to(self.rank.device)
+        self.module = self.evaluation_model = self.move(module)
         if self.config.training.compile:
             self.module.compile()  # in place: names stay plain
         self.model = self.wrap(self.module)
@@ -84,6 +96,9 @@ class Strategy:
         }
         if build_optimizer is not None:
             self.optimizer = build_optimizer(self.module)
+
+    def move(self, module: nn.Module) -> nn.Module:
+        return module.to(self.rank.device)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         return module
@@ -118,27 +133,30 @@ class Strategy:
         if max_gradient_norm is not None:
             groups = self.optimizer.param_groups  # a parameter in none has no part in it
             held = [parameter for group in groups for parameter in group["params"]]
-            norm = nn.utils.clip_grad_norm_(held, max_gradient_norm)
+            norm = get_total_norm([p.grad for p in held if p.grad is not None])
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            clip_grads_with_norm_(held, max_gradient_norm, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.module.zero_grad()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on rank 0's CPU, and nothing elsewhere. All ranks must call this."""
+        """Return the state on rank 0's CPU. All ranks must call this. The others' tensors are None."""
+        weights = self.get_weights()  # first: FSDP drops what an evaluation left gathered
         groups = [
             {**group, "params": [self._names[parameter] for parameter in group["params"]]}
             for group in self.optimizer.param_groups
         ]
         values = {self._names[parameter]: own for parameter, own in self.optimizer.state.items()}
-        state = {
-            "model": dict(self.module.state_dict()),
-            "optimizer": {"state": values, "param_groups": groups},
-            "scaler": self.scaler.state_dict(),
-        }
-        whole: dict[str, Any] = apply_to_collection(state, Tensor, gather, self.rank)
-        return whole
+        optimizer = gather({"state": values, "param_groups": groups}, self.rank)
+        return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def get_weights(self) -> dict[str, Any]:
+        """Return the model's state dict, as state_dict() does."""
+        weights: dict[str, Any] = gather(self.module.state_dict(), self.rank)
+        return weights
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state that any strategy saved. Rank 0 passes tensors, the others meta tensors."""
@@ -158,10 +176,9 @@ class Strategy:
         try:
             self.module.load_state_dict(values)
         except RuntimeError as error:
-            problem = " ".join(str(error).split())
-            raise ConfigError(
-                f"{problem} Change the model back, or choose another name=…"
-            ) from None
+            problem = shorten(str(error), 500, placeholder="…")  # it may list a thousand names
+            remedy = "Change the model back, or choose another name=…"
+            raise ConfigError(f"{problem} {remedy}") from None
 
     def _set_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Load rank 0's state of the optimizer on all ranks. torch's own function takes a step."""
@@ -194,14 +211,16 @@ class DdpStrategy(Strategy):
 
     model: DistributedDataParallel
 
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
+        finds_unused = config.ddp.find_unused_parameters
+        self.needs_all_gradients = not finds_unused
+        self.has_collective_forward = config.ddp.broadcast_buffers
+        self.options: Any = {"find_unused_parameters": finds_unused}
+
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        self.needs_all_gradients = not self.config.ddp.find_unused_parameters
-        self.has_collective_forward = self.config.ddp.broadcast_buffers
-        model = Wrapper(  # it begins with rank 0's weights and buffers
-            module,
-            find_unused_parameters=self.config.ddp.find_unused_parameters,
-            gradient_as_bucket_view=True,  # no second copy of the gradients
-        )
+        # It begins with rank 0's weights and buffers. A view: no second copy of the gradients.
+        model = Wrapper(module, gradient_as_bucket_view=True, **self.options)
         model.broadcast_buffers = self.config.ddp.broadcast_buffers  # in each forward pass
         del model.dim  # it would hide the module's own
         return model
@@ -210,14 +229,18 @@ class DdpStrategy(Strategy):
         return nullcontext() if is_last_micro_batch else self.model.no_sync()
 
 
-class Wrapper(DistributedDataParallel):
-    """torch's DDP, with the attributes of the user's module."""
+class ShowsModule(nn.Module):
+    """A wrapper that has the attributes of the user's module, too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+class Wrapper(ShowsModule, DistributedDataParallel):
+    """torch's DDP."""
 
 
 class FsdpStrategy(Strategy):
@@ -229,30 +252,70 @@ class FsdpStrategy(Strategy):
 
     has_collective_forward = True
     needs_all_gradients = True
+    options: Any = None  # of fully_shard()
+
+    def move(self, module: nn.Module) -> nn.Module:
+        return module  # wrap() moves one unit after the other: the whole may not fit on a device
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            problem = f"strategy=fsdp: needs torch 2.13, and this is {torch.__version__}"
-            raise ConfigError(f"{problem}. Set strategy=ddp, or install another torch.")
-        for tensor in (*module.parameters(), *module.buffers()):
-            broadcast(tensor, self.rank)
-        norms: list[nn.Module] = []
+        if torch.__version__ < "2.11" and dist.get_backend() == "gloo":
+            problem = f"gloo of torch {torch.__version__} adds up gradients where FSDP wants means"
+            raise ConfigError(f"strategy=fsdp: {problem}. Install torch 2.11, or set strategy=ddp.")
+        uses, norms = uses_of(module), list[nn.Module]()
+
+        def is_alone(unit: nn.Module) -> bool:  # FSDP would tear apart what two blocks share
+            return all(uses[p] == n for p, n in uses_of(unit).items())
+
+        units = [unit for unit in blocks(module) if is_alone(unit)]
+        if not units:
+            problem = "no block of the model is in an nn.ModuleList, ModuleDict or Sequential"
+            logger.warning("strategy=fsdp: %s, so each rank gathers all weights at once", problem)
         if self.dtype is not None:  # BatchNorm fails with 16-bit weights; autocast wants fp32 norms
-            norms = [part for part in module.modules() if isinstance(part, NORMS)]
+            norms = [
+                part for part in module.modules() if isinstance(part, NORMS) and is_alone(part)
+            ]
             torch.backends.mha.set_fastpath_enabled(False)  # it reads norms around their forward
-        uses, units = uses_of(module), [*norms, *blocks(module), module]
-        # FSDP would tear a parameter apart that two blocks share.
-        units = [one for one in units if all(uses[p] == n for p, n in uses_of(one).items())]
         mesh = init_device_mesh(self.rank.device.type, (self.rank.world_size,))
-        for unit in dict.fromkeys(units):
+        for unit in dict.fromkeys([*norms, *units, module]):
+            self._check_kinds(unit)
+            for tensor in (*unit.parameters(), *unit.buffers()):
+                if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
+                    tensor.data = tensor.data.to(self.rank.device).contiguous()
+                    broadcast(tensor, self.rank)
             dtype = None if unit in norms else self.dtype
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
-            self._root = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            self._root = fully_shard(unit, mesh=mesh, mp_policy=policy, **(self.options or {}))
         return module
+
+    def _check_kinds(self, unit: nn.Module) -> None:
+        """Raise ConfigError if FSDP cannot gather the unit's weights together."""
+        kinds: dict[Any, str] = {}
+        for name, p in unit.named_parameters():
+            if not isinstance(p, DTensor) and (p.requires_grad or not p.dim()):
+                kinds[p.dtype if p.dim() else "a scalar"] = name
+        if len(kinds) > 1 or "a scalar" in kinds:
+            found = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
+            rule = (
+                f"it gathers weights of one dtype together, and no scalars, but there are {found}"
+            )
+            remedy = "Give scalars the shape (1,), or set strategy=ddp"
+            raise ConfigError(f"strategy=fsdp: {rule}. {remedy}.")
+
+    def backward(self, loss: Tensor, weight: float | Tensor) -> None:
+        former = [] if SENDS_ZEROS else [(p, p.grad) for p in self._names]
+        for parameter, _ in former:
+            parameter.grad = None
+        super().backward(loss, weight)
+        if former:
+            self.check_gradients()
+        for parameter, grad in former:
+            if grad is not None:
+                parameter.grad = grad.add_(parameter.grad)
 
     def check_gradients(self) -> None:
         super().check_gradients()
-        self._root.set_reduce_scatter_unused_params(True)
+        if SENDS_ZEROS:
+            self._root.set_reduce_scatter_unused_params(True)
 
 
 def create_strategy(config: Config, rank: Rank) -> Strategy:
@@ -261,10 +324,11 @@ def create_strategy(config: Config, rank: Rank) -> Strategy:
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of the module's outermost ModuleLists, ModuleDicts and Sequentials."""
+    """Yield the entries with weights of the outermost ModuleLists, ModuleDicts and Sequentials."""
     for child in module.children():
-        has_forward = type(child).forward is not nn.Module.forward
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and has_forward:
+        is_block = any(p.dim() > 1 for p in child.parameters())
+        is_block &= type(child).forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and is_block:
             yield child
         else:
             yield from blocks(child)
@@ -275,13 +339,23 @@ def uses_of(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
-def gather(value: Tensor, rank: Rank) -> Tensor | None:
-    """Return the whole tensor on rank 0's CPU, and None on the others."""
+def gather(value: Any, rank: Rank) -> Any:
+    """Return the value with its tensors whole, on rank 0's CPU; None in their place on the others.
+
+    Its containers become plain ones, as torch.load() reads no others.
+    """
+    if isinstance(value, dict):
+        return {key: gather(item, rank) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [gather(item, rank) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, DTensor):
         # Given a GPU's memory, gloo crashes (https://github.com/pytorch/pytorch/issues/152645).
         device = "cpu" if dist.get_backend() == "gloo" else rank.device
         value = cast(DTensor, value.to(device)).full_tensor()
-    return value.cpu() if rank.is_main else None
+    if isinstance(value, Tensor):
+        return value.cpu() if rank.is_main else None
+    return value
 
 
 def receive(value: Tensor, rank: Rank, like: Tensor | None = None) -> Tensor:
@@ -291,6 +365,7 @@ def receive(value: Tensor, rank: Rank, like: Tensor | None = None) -> Tensor:
     whole = value.to(rank.device).contiguous()
     broadcast(whole, rank)
     if isinstance(like, DTensor) and like.shape == whole.shape:
+        whole = whole.to(like.device)  # the CPU, if weights wait there
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     return whole
 
