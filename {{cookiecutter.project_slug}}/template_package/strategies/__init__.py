@@ -1,6 +1,7 @@
 """Strategies: how ranks exchange gradients and hold state. Each has its own file. The key `strategy` selects one."""
 
 from importlib import import_module
+from typing import Any
 
 from ..config import Config
 from ..core.strategies import settle_precision
@@ -19,11 +20,11 @@ def create_strategy(config: Config, context: RankContext) -> Strategy:
     if is_plain and context.world_size == 1:
         return Strategy(config, context)
     try:
-        module = import_module(f".{config.strategy}", __package__)
+        chosen: Any = import_module(f".{config.strategy}", __package__)
+        strategy: Strategy = chosen.STRATEGY(config, context)
     except ModuleNotFoundError as error:
         remedy = f"Type: python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
         raise ConfigError(
             f"strategy={config.strategy}: {error.name} is not installed. {remedy}"
         ) from None
-    strategy: Strategy = module.STRATEGY(config, context)
     return strategy

@@ -226,7 +226,7 @@ def test_ranks_whose_losses_need_different_weights_train_or_are_refused(
     )
     if is_old:
         project.edit(
-            "strategies/fsdp.py", 'hasattr(FSDPModule, "set_reduce_scatter_unused_params")', "False"
+            "core/strategies.py", 'hasattr(FSDPModule, "set_reduce_scatter_unused_params")', "False"
         )
     output = project.run(
         "strategy=fsdp", *WORDS, "evaluation.every_epochs=null", code=2 if is_old else 0
