@@ -5,6 +5,7 @@ A checkpoint is the same whatever the strategy: whole tensors under plain names,
 
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -219,9 +220,16 @@ class DdpStrategy(Strategy):
         self.options: Any = {"find_unused_parameters": finds_unused}
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        # It begins with rank 0's weights and buffers. A view: no second copy of the gradients.
-        model = Wrapper(module, gradient_as_bucket_view=True, **self.options)
-        model.broadcast_buffers = self.config.ddp.broadcast_buffers  # in each forward pass
+        for buffer in module.buffers():
+            broadcast(buffer, self.rank)  # whatever its dtype: DDP itself shares the weights alone
+        # what takes the place of `broadcast_buffers`, from torch 2.13 on, shares buffers here, too
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+        model = Wrapper(
+            module,
+            broadcast_buffers=self.config.ddp.broadcast_buffers,  # in each forward pass
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+            **self.options,
+        )
         del model.dim  # it would hide the module's own
         return model
 

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ..core.data import MicroBatch
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce
+from ..core.strategies import buffers_restored
 from ..core.task import RESERVED, Task
 from ..data import TimedLoader
 from ..errors import ConfigError, FailureError, StopRun
@@ -26,7 +27,6 @@ from ..files import write_whole
 from ..launching.distributed import RankContext
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
-from ..strategies.common import buffers_restored
 from .hooks import figures_of, total_of
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def rehearse(
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor."
             raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. {remedy}")
     calls: list[None] = []
-    shapes, buffers = saved_shapes(strategy.module), buffers_restored(strategy.module.modules())
+    shapes, buffers = saved_shapes(strategy.module), buffers_restored(strategy.module)
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(None))
     with (
         generators_restored(*strategy.rank.devices),

@@ -13,20 +13,19 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import Dataset
 
 from ..config import Config
 from ..core.data import MicroBatch, loss_weight_of, move
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce, from_main, gather_objects, pack, unpack
+from ..core.strategies import buffers_restored
 from ..core.task import Task, inner
 from ..data import create_evaluation_loader
 from ..errors import ConfigError
 from ..files import write_json
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
-from ..strategies.common import buffers_restored
 from .hooks import call_on_evaluation_end, figures_of
 from .stopping import Interrupted, beat
 
@@ -152,14 +151,10 @@ class Evaluator:
         *, has_metrics: bool = True,
     ) -> dict[str, float]:  # fmt: skip
         """Update the metrics. Return the loss and the figures of training_metrics(), averaged over all ranks."""
-        # Training depends on no evaluation. BatchNorm, which reads its statistics here alone, keeps rank 0's.
-        others = [
-            module for module in strategy.module.modules() if not isinstance(module, _NormBase)
-        ]
         task, metrics = self._task, self._metrics
         has_metrics = has_metrics and bool(len(metrics))
         sums: dict[str, Tensor] = {}
-        with buffers_restored(others):
+        with buffers_restored(strategy.module):
             strategy.synchronize_buffers()
             for micro_batch in micro_batches:
                 batch, request = micro_batch

@@ -199,7 +199,7 @@ def test_evaluation_takes_the_micro_batch_of_training_that_fits_every_rank(
 
 def test_evaluate_settles_the_precision_over_the_ranks_as_training_does(project: Project) -> None:
     # as if CPUs were GPUs
-    project.edit("strategies/common.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0')
+    project.edit("core/strategies.py", '"bf16" if oldest >= 8', '"bf16" if oldest >= 0')
     words = ("device_ids=cpu,cpu", "training.precision=auto", "training.epochs=1")
     project.run(*words)
     loss = project.lines("run", "validation")[-1]["loss"]

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "__init__": "",
 }
 """For each part of the package, the other parts or modules that it may import."""
-NOT_STRATEGIES = {"__init__", "base", "common", "library_environment"}
+NOT_STRATEGIES = {"__init__", "base", "library_environment"}
 
 
 def package_files() -> list[Path]:
