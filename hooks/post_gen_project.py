@@ -73,6 +73,7 @@ SMALL_KEEPS = {
         "core/checkpoint.py",
         "core/config.py",
         "core/data.py",
+        "core/evaluation.py",
         "core/optimizer.py",
         "core/processes.py",
         "core/random_states.py",

@@ -18,6 +18,7 @@ from .config import Config
 from .core.config import LoaderConfig
 from .core.data import EvaluationLoader, MicroBatch, Plan, Request, TrainLoader
 from .core.random_states import derive_seed, seed_generators
+from .core.ranks import Rank
 from .core.task import Task, inner
 from .errors import ConfigError
 from .launching.distributed import RankContext
@@ -83,7 +84,7 @@ def create_loader(dataset: Any, task: Task, config: Config, context: RankContext
 
 
 def create_evaluation_loader(
-    dataset: Any, task: Task, config: LoaderConfig, context: RankContext, name: str, limit: int | None = None,
+    dataset: Any, task: Task, config: LoaderConfig, context: Rank, name: str, limit: int | None = None,
 ) -> EvaluationLoader:  # fmt: skip
     """Return a loader that reads samples of like lengths together, the long ones first."""
     plan = OrderedPlan(dataset, task, name)

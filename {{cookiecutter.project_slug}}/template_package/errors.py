@@ -27,6 +27,10 @@ class StopRun(SystemExit):
     code: int
 
 
+class Interrupted(Exception):  # noqa: N818 - not an error
+    """Raised in an evaluation when the run is asked to stop. The next start repeats it."""
+
+
 def one_line(value: object) -> str:
     """Return the value as one line of YAML, for example `null` or `[0, 2]`, cut to at most 80 characters."""
     if value is None or isinstance(value, bool):

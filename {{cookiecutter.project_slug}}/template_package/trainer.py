@@ -25,11 +25,12 @@ from .core.checkpoint import (
     run_lock,
     tell_changes,
 )
+from .core.evaluation import figures_of, total_of
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader, seed_generators
-from .errors import ConfigError, StopRun
+from .errors import ConfigError, Interrupted, StopRun
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision
 from .tracking import Tracking
@@ -43,13 +44,7 @@ from .training.checks import (
     rehearse_last,
 )
 from .training.evaluation import Evaluator
-from .training.hooks import (
-    call_after_step,
-    call_before_step,
-    check_before_step,
-    figures_of,
-    total_of,
-)
+from .training.hooks import call_after_step, call_before_step, check_before_step
 from .training.optimization import WeightAverage
 from .training.progress import Progress, StepClock
 from .training.run_files import (
@@ -59,7 +54,7 @@ from .training.run_files import (
     write_summary,
 )
 from .training.schedule import learning_rate
-from .training.stopping import Interrupted, StopRequest, beat, hang_watch
+from .training.stopping import StopRequest, beat, hang_watch
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +269,7 @@ class Trainer:
             check_finite(self.losses, self.context)
             with self.average.swapped_in() if self.average is not None else nullcontext():
                 values = self.evaluator.run(
-                    self.strategy, stop.allows, self.tracking.log(progress.step)
+                    self.strategy, lambda: not stop.allows(), self.tracking.log(progress.step)
                 )
             if progress.best is None:
                 self.evaluator.check_means(self.strategy)

@@ -33,7 +33,7 @@ from .core.checks import check_finite, check_replicas, rehearse, set_training
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
-from .core.group import Interrupted, StopRequest
+from .core.group import StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
 from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate, set_mode
 from .core.random_states import (
@@ -47,7 +47,7 @@ from .core.ranks import Rank, all_reduce, from_main, gather_objects, pack, unpac
 from .core.settings import NEEDS_FULL
 from .core.strategies import create_strategy, settle_precision
 from .core.task import Task, tell_of_names
-from .errors import ConfigError
+from .errors import ConfigError, Interrupted
 from .files import write_json
 
 logger = logging.getLogger(__name__)
@@ -106,10 +106,6 @@ class Trainer:
         task.on_epoch_begin(model, 0)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
-        if task.evaluate_batch is not None and self.strategy.has_collective_forward:
-            problem = "its ranks may run different numbers of forward passes, and under"
-            problem += f" strategy={config.strategy} they wait for each other: that {NEEDS_FULL}"
-            raise ConfigError(f"evaluate_batch in model.py: {problem}")
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         tell_of_names(train_data, validation_data)
 
@@ -253,11 +249,7 @@ class Trainer:
             self.tracking.record({**record, **values, "num_samples": self.evaluator.num_samples})
             value, best = values[config.metric], (progress.best or {}).get(config.metric)
             is_better = best is None or (value > best if config.mode == "max" else value < best)
-            if not math.isfinite(value):
-                logger.warning(
-                    "warning: evaluation.metric=%s is %g: no best.pt", config.metric, value
-                )
-            elif is_better:
+            if is_better and math.isfinite(value):
                 progress.best = {config.metric: value, "step": progress.step}
                 self.save(stop, is_best=True)
 

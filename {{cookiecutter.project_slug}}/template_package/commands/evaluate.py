@@ -21,7 +21,7 @@ from ..strategies.base import Strategy
 from ..tracking import rank_logs
 from ..training.checkpoint import load_weights
 from ..training.evaluation import Evaluator
-from ..training.stopping import hang_watch
+from ..training.stopping import beat, hang_watch
 from . import CommandLine
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
             )
         evaluator = Evaluator(splits[split], split, config, context, task)
         with hang_watch(context, config.launch, directory):
-            values = evaluator.run(strategy)
+            values = evaluator.run(strategy, beat)
         report_path = evaluator.write_report(directory, path.stem, state["step"])
         strategy.close()
         result = {

@@ -107,6 +107,10 @@ class Strategy:
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.rank.device.type, self.dtype, enabled=self.dtype is not None)
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, each rank may run another number of forward passes, as to generate text."""
+        return nullcontext()
+
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch. The step's last one averages the gradients."""
         return nullcontext()
@@ -260,7 +264,10 @@ class FsdpStrategy(Strategy):
 
     has_collective_forward = True
     needs_all_gradients = True
-    options: Any = None  # of fully_shard()
+
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
+        self.options: Any = {"reshard_after_forward": True}
 
     def move(self, module: nn.Module) -> nn.Module:
         return module  # wrap() moves one unit after the other: the whole may not fit on a device
@@ -292,8 +299,21 @@ class FsdpStrategy(Strategy):
                     broadcast(tensor, self.rank)
             dtype = None if unit in norms else self.dtype
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
-            self._root = fully_shard(unit, mesh=mesh, mp_policy=policy, **(self.options or {}))
+            self._root = fully_shard(unit, mesh=mesh, mp_policy=policy, **self.options)
         return module
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        for unit in self.units():
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield
+        for unit in self.units():
+            unit.reshard()
+            unit.set_reshard_after_forward(self.options["reshard_after_forward"], recurse=False)
+
+    def units(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def _check_kinds(self, unit: nn.Module) -> None:
         """Raise ConfigError if FSDP cannot gather the unit's weights together."""

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -58,10 +57,6 @@ class Strategy(core.Strategy):
             (p.to_local() if isinstance(p, DTensor) else p).detach()
             for p in self.module.parameters()
         ]
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Inside this context, each rank may run a different number of forward passes, as in text generation."""
-        return nullcontext()
 
     def drop_gathered(self) -> None:
         """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""

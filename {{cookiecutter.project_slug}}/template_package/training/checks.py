@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from ..core.data import MicroBatch
+from ..core.evaluation import figures_of, total_of
 from ..core.random_states import generators_restored
 from ..core.ranks import all_reduce
 from ..core.strategies import buffers_restored
@@ -27,7 +28,6 @@ from ..files import write_whole
 from ..launching.distributed import RankContext
 from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
-from .hooks import figures_of, total_of
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core.random_states import derive_seed, generators_restored, seed_generators
 from ..core.task import Task
@@ -14,21 +13,6 @@ from ..errors import ConfigError
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
-
-
-def total_of(loss: Any) -> Any:
-    """Return the loss to train: `loss` itself or, if compute_loss returns a dict of terms, their sum."""
-    return torch.stack([*loss.values()]).sum() if isinstance(loss, dict) and loss else loss
-
-
-@torch.no_grad()
-def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return the loss, its terms and the means of training_metrics() by name, as detached 0-dim tensors."""
-    means = task.training_metrics(outputs, batch) if task.training_metrics else {}
-    total, terms = total_of(loss), loss if isinstance(loss, dict) else {}
-    figures = {"loss": total, **terms, **means}
-    # sorted: ranks add them up by their places
-    return {name: figures[name].detach().to(total.device) for name in sorted(figures)}
 
 
 def check_before_step(task: Task, strategy: Strategy) -> None:
@@ -58,21 +42,3 @@ def call_after_step(task: Task, strategy: Strategy, seed: int, step: int, tracki
     if task.after_step is not None:
         with torch.no_grad(), drawing_for(strategy, seed, step), strategy.autocast():
             task.after_step(strategy.evaluation_model, step, tracking.log(step))
-
-
-@torch.no_grad()
-def call_on_evaluation_end(task: Task, strategy: Strategy, log: Any) -> None:
-    """Call on_evaluation_end(model, log) in model.py, if defined. If the call fails, log a warning and continue."""
-    if task.on_evaluation_end is not None:
-        with (
-            generators_restored(*strategy.rank.devices),
-            strategy.gathered(),
-            strategy.autocast(),
-        ):
-            try:
-                task.on_evaluation_end(strategy.evaluation_model, log)
-            except Exception:
-                logger.warning(
-                    "warning: on_evaluation_end() of model.py failed; the run goes on",
-                    exc_info=True,
-                )

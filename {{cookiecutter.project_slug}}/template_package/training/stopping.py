@@ -37,10 +37,6 @@ POLL_SECONDS = 0.2
 _num_beats = 0
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """Raised during an evaluation when the run is asked to stop. The run repeats the evaluation on restart."""
-
-
 def beat() -> None:
     """Tell hang_watch() that this rank is making progress. Call this before each step, evaluation batch and save."""
     global _num_beats  # noqa: PLW0603 - one process is one rank

@@ -120,7 +120,7 @@ def update_metrics("""
             "name=new", f"evaluation.metric={unknown}", "evaluation.mode=max", code=2
         )
         assert (
-            "not among the numbers that an evaluation gives (loss, " in refused
+            "not among the numbers of an evaluation (loss, " in refused
             and "rouge1_fmeasure" in refused
         )
 
@@ -170,7 +170,7 @@ def test_mode_that_would_keep_the_worst_is_refused(project: Project) -> None:
     output = project.run("evaluation.metric=absolute_error", "evaluation.mode=max", code=2)
     assert (
         "error: evaluation.mode=max" in output
-        and "Set evaluation.mode=min" in output
+        and "Set min." in output
         and "Traceback" not in output
     )
 

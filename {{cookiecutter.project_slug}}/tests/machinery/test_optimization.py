@@ -23,11 +23,11 @@ from template_package.config import ScheduleConfig
 from template_package.core.config import OptimizerConfig
 from template_package.core.optimizer import build_optimizer, set_learning_rate
 from template_package.core.ranks import pack, unpack
+from template_package.errors import Interrupted
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 from template_package.training.progress import StepClock
 from template_package.training.schedule import learning_rate
-from template_package.training.stopping import Interrupted
 
 PEAK = 0.02
 

@@ -111,10 +111,6 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     return Rank(rank, world_size, local_rank, local_size, node_rank, own, store)
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error
-    """Raised in an evaluation when the run is asked to stop. The next start repeats it."""
-
-
 class StopRequest:
     """Receives stop signals. All ranks stop before the same step or evaluation batch.
 

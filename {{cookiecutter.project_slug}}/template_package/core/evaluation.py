@@ -11,10 +11,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Interrupted
 from .config import Config
 from .data import EvaluationLoader, Plan, loss_weight_of, move
-from .group import Interrupted
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
@@ -47,12 +46,17 @@ class Evaluator:
     def __init__(self, dataset: Any, name: str, config: Config, rank: Rank, task: Task) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
-        self._loader = EvaluationLoader(Plan(dataset, task, name), config.loader, rank, limit)
         self._config, self._task, self._rank = config, task, rank
+        self._loader = self.create_loader(dataset, name, limit)
         self.num_samples = self._loader.num_samples
         sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
         share = -(-size // rank.world_size)
-        self._size = next((int(size) for size in sizes if size != "auto"), share)
+        self.micro_batch_size = next((int(size) for size in sizes if size != "auto"), share)
+
+    def create_loader(self, dataset: Any, name: str, limit: int | None) -> EvaluationLoader:
+        return EvaluationLoader(
+            Plan(dataset, self._task, name), self._config.loader, self._rank, limit
+        )
 
     @cached_property
     def _metrics(self) -> Any:
@@ -80,15 +84,15 @@ class Evaluator:
         Training depends on nothing that happens here. Raise Interrupted if stop_code() is not 0
         before a micro-batch.
         """
-        module = strategy.module
+        module = strategy.evaluation_model
         modes = [(part, part.training) for part in module.modules()]  # from the outermost inwards
         module.eval()
-        with generators_restored(self._rank.device), buffers_restored(module):
+        with generators_restored(*self._rank.devices), buffers_restored(module):
             strategy.synchronize_buffers()
             figures = self._add_up(strategy, stop_code, num_parts)
             if log is not None and self._task.on_evaluation_end is not None:
                 try:
-                    with strategy.autocast():
+                    with strategy.gathered(), strategy.autocast():
                         self._task.on_evaluation_end(module, log)
                 except Exception:  # it only looks on
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
@@ -98,6 +102,10 @@ class Evaluator:
         for part, is_training in modes:
             if part.training != is_training:  # what build_model() left in eval mode stays there
                 part.train(is_training)
+        metric = self._config.evaluation.metric
+        if log is not None and not math.isfinite(figures[metric]):
+            message = "warning: evaluation.metric=%s is %g, so no best.pt is kept"
+            logger.warning(message, metric, figures[metric])
         return figures
 
     def check_means(self, strategy: Strategy) -> dict[str, float]:
@@ -128,28 +136,30 @@ class Evaluator:
             raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one of them.")
         of_metric = dict(self._metrics.items()).get(metric)
         is_higher_better = metric != "loss" and getattr(of_metric, "higher_is_better", None)
-        if is_higher_better is not None and mode != ("max" if is_higher_better else "min"):
+        better = {None: mode, True: "max", False: "min"}[is_higher_better]
+        if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
-            raise ConfigError(f"evaluation.mode={mode}: {problem}. Set the other one.")
+            raise ConfigError(f"evaluation.mode={mode}: {problem}. Set {better}.")
         del self._metrics  # the run's own are built anew
 
     def _add_up(
         self, strategy: Strategy, stop_code: Callable[[], Any], num_parts: int
     ) -> dict[str, float]:
         """Update the metrics. Return the loss and the other means, over all ranks."""
-        task, module = self._task, strategy.module
+        task, module = self._task, strategy.evaluation_model
         totals: Any = 0.0
-        for batch, request in self._loader.read(self._size, num_parts):
+        for batch, request in self._loader.read(self.micro_batch_size, num_parts):
             if stop_code():
                 raise Interrupted
             with strategy.autocast():
                 loss, outputs = task.compute_loss(module, batch)
                 figures = figures_of(task, loss, outputs, batch)
-                if task.evaluate_batch is not None:
+            if len(self._metrics) and num_parts != 2 and task.evaluate_batch is not None:
+                with strategy.gathered(), strategy.autocast():  # on all ranks
                     outputs = task.evaluate_batch(module, batch)
             if len(self._metrics) and request.num_samples and num_parts != 2:
                 task.update_metrics(self._metrics, outputs, batch)
-            weight = loss_weight_of((batch, request), task, module, self._rank)
+            weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
             values = torch.stack([value.to(weight) for value in figures.values()])
             values = torch.where(weight == 0, 0.0, values * weight)  # a mean of nothing may be 0/0
             totals = totals + torch.stack([*values, weight])
@@ -171,7 +181,7 @@ class Evaluator:
                         values = torch.stack(values)
                         values = reduce(values) if callable(reduce) else values
                     setattr(metric, name, values)
-        found = from_main(
+        self.values = found = from_main(
             lambda: apply_to_collection(self._metrics.compute(), Tensor, Tensor.tolist)
         )
         self._metrics.reset()
