@@ -71,6 +71,7 @@ SMALL_KEEPS = {
         "__init__.py",
         "core/__init__.py",
         "core/checkpoint.py",
+        "core/checks.py",
         "core/config.py",
         "core/data.py",
         "core/evaluation.py",

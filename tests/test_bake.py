@@ -144,7 +144,7 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
     package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
     shared = {f"ddp_experiment/{name}" for name in package}
     shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
-    core = "__init__ checkpoint config data evaluation optimizer processes random_states ranks settings"
+    core = "__init__ checkpoint checks config data evaluation optimizer processes random_states ranks settings"
     core += " smoke strategies task"
     shared |= {f"ddp_experiment/core/{name}.py" for name in core.split()}
     shared |= {f"tests/{name}.py" for name in ("test_dataset", "test_model")}

@@ -25,6 +25,7 @@ from .core.checkpoint import (
     run_lock,
     tell_changes,
 )
+from .core.checks import check_finite, check_model, check_replicas, rehearse
 from .core.evaluation import figures_of, total_of
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
@@ -35,14 +36,7 @@ from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision
 from .tracking import Tracking
 from .training.checkpoint import collect_state, load_run, load_weights
-from .training.checks import (
-    MemoryLimit,
-    check_finite,
-    check_model,
-    check_replicas,
-    rehearse,
-    rehearse_last,
-)
+from .training.checks import MemoryLimit, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, check_before_step
 from .training.optimization import WeightAverage

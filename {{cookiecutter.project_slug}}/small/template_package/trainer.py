@@ -29,7 +29,7 @@ from .core.checkpoint import (
     recount,
     tell_changes,
 )
-from .core.checks import check_finite, check_replicas, rehearse, set_training
+from .core.checks import check_finite, check_model, check_replicas, rehearse
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -101,8 +101,7 @@ class Trainer:
         self.startup_seconds: float | None = None
         seed_generators(config.seed)  # building the data sets may have drawn
         with rank.local_rank_first("model"):
-            model = task.build_model(config.model)
-        set_training(model)
+            model = check_model(task.build_model(config.model))
         task.on_epoch_begin(model, 0)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)

@@ -13,11 +13,11 @@ from configs import config_of
 from torch import Tensor, nn
 
 from template_package.config import load_config
+from template_package.core.checks import check_finite, checksum
 from template_package.core.strategies import settle_precision
 from template_package.errors import ConfigError, FailureError
 from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.training.checks import check_finite, checksum
 
 from conftest import ROOT, Project
 

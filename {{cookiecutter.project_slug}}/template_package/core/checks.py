@@ -1,0 +1,174 @@
+"""What makes a run trustworthy: the model is tried before step 1, replicas and losses are compared."""
+
+import logging
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ..errors import ConfigError, FailureError
+from .data import MicroBatch
+from .evaluation import figures_of, total_of
+from .random_states import generators_restored
+from .ranks import Rank, all_reduce
+from .strategies import BATCH_NORMS, Strategy, buffers_restored
+from .task import RESERVED, Task
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(model: nn.Module) -> nn.Module:
+    """Return the model in training mode, but for parts that build_model() has put in eval mode.
+
+    Raise ConfigError if a tensor has no shape yet, or if two parameters share memory.
+    """
+    for part in model.modules():
+        is_loaded = hasattr(part, "from_pretrained") and any(
+            p.requires_grad for p in part.parameters()
+        )
+        if not part.training and (part is model or is_loaded):  # Hugging Face's eval is no wish
+            part.train()
+    if names := [name for name, part in model.named_modules() if not part.training]:
+        logger.info("left in eval mode by build_model(), where they stay: %s", ", ".join(names[:5]))
+    owners: dict[int, str] = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            problem = f"{name} has no shape yet. Call the model on a sample there"
+            raise ConfigError(f"build_model in model.py: {problem}.")
+        is_plain = isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor
+        pointer = tensor.data_ptr() if is_plain else 0
+        if pointer and (other := owners.setdefault(pointer, name)) != name:
+            problem = f"{other} and {name} share memory by .data, which ends on a GPU or under FSDP"
+            raise ConfigError(f"build_model in model.py: {problem}. Assign one Parameter to both.")
+    return model
+
+
+def rehearse(
+    strategy: Strategy, micro_batch: MicroBatch, task: Task, *, is_trial: bool = False
+) -> None:
+    """Run a forward and backward pass with weight 0, and change nothing. Raise ConfigError if wrong.
+
+    Every start of a run begins with it: DDP orders its buckets after the first backward pass, so a
+    resumed run would otherwise add up gradients in another order. A trial shares no gradients.
+    """
+    module, batch, calls = strategy.module, micro_batch[0], list[Any]()
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
+    if any(tensor.requires_grad for tensor in tensors):
+        remedy = "Detach them in dataset.py; compute_loss may require one anew"
+        raise ConfigError(f"samples require a gradient. {remedy}.")
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor"
+            raise ConfigError(f"model: state_dict() holds {name}, no dense tensor. {remedy}.")
+    shapes = saved_shapes(module)
+    hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(0))
+    try:
+        with (
+            generators_restored(*strategy.rank.devices),
+            buffers_restored(module),
+            strategy.accumulate(is_last_micro_batch=not is_trial),
+        ):
+            with strategy.autocast():
+                returned: Any = task.compute_loss(strategy.model, batch)
+            if problem := problem_of(returned, len(calls)):
+                raise ConfigError(f"compute_loss in model.py {problem}.")
+            loss, outputs = returned
+            figures_of(task, loss, outputs, batch)
+            if not task.training_metrics:
+                del returned, outputs  # as in training: backward needs the memory
+            strategy.backward(total_of(loss), 0.0)
+            if not is_trial:
+                strategy.check_gradients()
+            if changed := saved_shapes(module).items() ^ shapes.items():
+                problem = f"forward made or resized the buffer {min(changed)[0]}"
+                remedy = "Give it its full size in build_model, or set persistent=False"
+                raise ConfigError(f"model: {problem}: no checkpoint of it would fit. {remedy}.")
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        problem = "holds a gradient (create_graph), or a weight that is read outside of model(...)"
+        raise ConfigError(
+            f"compute_loss in model.py: its loss {problem}. FSDP has neither. Set strategy=ddp."
+        ) from None
+    finally:
+        hook.remove()
+        strategy.optimizer.zero_grad()
+
+
+def problem_of(returned: Any, num_calls: int) -> str:
+    """Say what is wrong with what compute_loss() returned, or with how often it called the model."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        return "must return two values: the loss, and the model's outputs"
+    if num_calls != 1:
+        rule = "its wrapper shares the gradients, so call it once, and no part of it"
+        return f"called model(...) {num_calls} times: {rule} such as model.module"
+    loss = returned[0]
+    terms = loss if isinstance(loss, dict) and loss else {"": loss}
+    if taken := RESERVED & terms.keys():
+        return f"must name the terms of the loss otherwise than {', '.join(sorted(taken))}"
+    for term in terms.values():
+        if not isinstance(term, Tensor):
+            rule = "return a tensor, finite even if nothing counts (then loss_weight() returns 0)"
+            return f"returned a loss of type {type(term).__name__}: {rule}"
+        if term.dim():
+            return f"returned a loss of shape {tuple(term.shape)}: return the micro-batch's mean"
+    if not total_of(loss).requires_grad:
+        return "returned a loss with requires_grad=False: it must depend on the parameters"
+    return ""
+
+
+def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the buffers that checkpoints hold."""
+    saved = module.state_dict().keys()
+    return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
+
+
+def check_finite(losses: list[tuple[Tensor, int]], rank: Rank) -> None:
+    """Raise FailureError on all ranks if a loss is not finite. Empty the list of (loss, step)."""
+    if losses:
+        finite = torch.stack([value for value, _ in losses]).isfinite().int()
+        all_reduce(finite, dist.ReduceOp.MIN)
+        for (_, step), is_finite in zip(losses, finite.tolist(), strict=True):
+            if not is_finite:
+                problem = f"the loss of step {step}, or its gradient, is not finite"
+                remedy = "Look for a NaN in the samples or a mean over nothing, lower optimizer.learning_rate, or clip"
+                raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")
+        losses.clear()
+
+
+def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
+    """Raise RuntimeError on every rank if a weight differs between ranks. Warn of buffers that do."""
+    norms = [part for part in strategy.module.modules() if isinstance(part, BATCH_NORMS)]
+    unread = {id(buffer) for norm in norms if norm.training for buffer in norm.buffers()}
+    tensors: dict[str, Tensor] = {}
+    for name, value in strategy.module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and type(value) is not DTensor and id(value) not in unread:
+            tensors[name] = value
+    if rank.world_size == 1 or not tensors:
+        return
+    sums = torch.stack([checksum(tensor).to(rank.device) for tensor in tensors.values()])
+    # The largest of -x is minus the smallest of x, so one MAX compares both ends.
+    largest, negated = all_reduce(torch.stack([sums, -sums]), dist.ReduceOp.MAX)
+    differing = [
+        name for name, value in zip(tensors, (largest + negated).tolist(), strict=True) if value
+    ]
+    weights = [name for name in differing if isinstance(tensors[name], nn.Parameter)]
+    if weights:
+        remedy = "compute_loss must call model(...), and nothing else may change weights"
+        raise RuntimeError(f"after step {step} {weights[0]!r} differs between ranks: {remedy}")
+    if differing and not strategy.config.ddp.broadcast_buffers:
+        message = "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and"
+        message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples."
+        logger.warning(message, ", ".join(differing))
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a sum of all the tensor's bytes, as int64. It depends on their places, too."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return torch.stack([content[::n].sum(dtype=torch.int64) * n for n in (1, 2, 3, 5)]).sum()
