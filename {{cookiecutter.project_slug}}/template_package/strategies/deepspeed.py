@@ -143,8 +143,6 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         weights = unpack(from_main(lambda: pack(weights)))
         scatter_weights(self.module, weights, self.rank)
-        others = {name: weights[name] for name in weights if name.endswith("_extra_state")}
-        self.module.load_state_dict(others, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
         if self._stage == 0:

@@ -30,22 +30,28 @@ def gather_weights(module: nn.Module, rank: Rank) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def scatter_weights(module: nn.Module, weights: dict[str, Tensor], rank: Rank) -> None:
-    """Load whole weights in any stage. If the model's weights are sharded, each rank gets its shards from rank 0."""
+    """Load whole weights in any stage. If the model's weights are sharded, each rank gets its shards from rank 0.
+
+    Raise ConfigError if their names or shapes are not the model's.
+    """
     from deepspeed import zero
 
-    own = module.state_dict(keep_vars=True)
+    memory = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    own: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    held = {name: tensor for name, tensor in own.items() if id(tensor) in memory}
+    shapes = {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in held.items()}
     for name in own.keys() | weights.keys():
-        shapes = [
-            getattr(of.get(name), "ds_shape", getattr(of.get(name), "shape", None))
-            for of in (weights, own)
-        ]
-        if shapes[0] != shapes[1] and not name.endswith("_extra_state"):
-            problem = f"{name}: {shapes[0]} in the file, {shapes[1]} in the model"
+        found = weights[name].shape if name in weights else None
+        if found is None or name not in own or found != shapes.get(name, found):
+            problem = f"{name}: {found} in the file, {shapes.get(name)} in the model"
             raise ConfigError(f"{problem}. Change the model back, or choose another name=…")
-    for name, tensor in own.items():
+    for name, tensor in held.items():
         with zero.GatheredParameters([tensor], modifier_rank=0):
             if rank.is_main or not hasattr(tensor, "ds_id"):
                 tensor.copy_(weights[name])
+    # such as extra state, which is no memory of the module
+    others = {name: weights[name] for name in own.keys() - held.keys()}
+    module.load_state_dict(others, strict=False)
 
 
 class Groups:
