@@ -298,7 +298,7 @@ class FsdpStrategy(Strategy):
             torch.backends.mha.set_fastpath_enabled(False)  # it reads norms around their forward
         mesh = init_device_mesh(self.rank.device.type, (self.rank.world_size,))
         for unit in dict.fromkeys([*norms, *units, module]):
-            self._check_kinds(unit)
+            self._check_kinds(unit, module)
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
                     tensor.data = tensor.data.to(self.rank.device).contiguous()
@@ -321,11 +321,11 @@ class FsdpStrategy(Strategy):
     def units(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
-    def _check_kinds(self, unit: nn.Module) -> None:
+    def _check_kinds(self, unit: nn.Module, module: nn.Module) -> None:
         """Raise ConfigError if FSDP cannot gather the unit's weights together."""
-        kinds: dict[Any, str] = {}
-        for name, p in unit.named_parameters():
-            if not isinstance(p, DTensor) and (p.requires_grad or not p.dim()):
+        own, kinds = {*unit.parameters()}, dict[Any, str]()
+        for name, p in module.named_parameters():
+            if p in own and not isinstance(p, DTensor) and (p.requires_grad or not p.dim()):
                 kinds[p.dtype if p.dim() else "a scalar"] = name
         if len(kinds) > 1 or "a scalar" in kinds:
             found = ", ".join(f"{name} ({kind})" for kind, name in kinds.items())
