@@ -20,14 +20,10 @@ from template_package.errors import ConfigError
 from conftest import PACKAGE, ROOT, Project
 
 NOT_TRAINING = """
-from ..config import DdpConfig
 from .ddp import DistributedDataParallelStrategy
 
 
 class NotTraining(DistributedDataParallelStrategy):
-    def __init__(self, config, context, options):
-        super().__init__(config, context, DdpConfig())
-
     def optimizer_step(self, max_gradient_norm):
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0

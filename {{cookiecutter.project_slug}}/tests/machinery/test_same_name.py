@@ -191,7 +191,7 @@ def test_checkpoint_of_a_model_that_was_changed_since_is_refused(project: Projec
     project.edit("model.py", "nn.Linear(16, 16)", "nn.Linear(16, 16, bias=False)")
     output = project.run("training.max_steps=4", code=2)
     assert (
-        "name=run: does not fit the model in 1 tensors: 3.bias: torch.Size([16]) in the file, None"
+        'loading state_dict for Sequential: Unexpected key(s) in state_dict: "3.bias". Change the model back'
         in output
     )
     assert "Traceback" not in output
