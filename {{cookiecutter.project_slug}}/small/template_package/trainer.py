@@ -327,6 +327,10 @@ class Trainer:
             problem = f"the model fails on an epoch's last batch ({error})"
             remedy = "Choose another size, or fewer devices"
             raise ConfigError(f"training.global_batch_size={size}: {problem}. {remedy}.") from error
+        except RuntimeError as error:  # gloo's, if compute_loss gathers shares of different sizes
+            note = "This was the trial of an epoch's last %d samples on %d ranks."
+            error.add_note(note % (position % size + 1, self.rank.world_size))
+            raise
         if evaluation.every_epochs or evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
 
