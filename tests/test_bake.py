@@ -125,7 +125,6 @@ def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
     assert strategies == {
         "__init__.py",
         "base.py",
-        "common.py",
         "ddp.py",
         "data_parallel.py",
         "fsdp.py",
