@@ -263,9 +263,9 @@ def _judge(
     """Print why a rank failed, once. Return the exit code."""
     fine = (0, *STOPPED, *ENDED_EARLY, None)
     failed = {rank: code for rank, code in enumerate(codes) if code not in fine}
-    if asked and (not failed or {*codes} & {*ENDED_EARLY}):  # the others lost a peer
+    if {*codes} & {*ENDED_EARLY} or (asked and not failed):  # others may have lost a peer by then
         is_late = all(code == 0 for code in codes)
-        return 0 if is_late else 128 + as_stop(asked[0])
+        return 0 if is_late else 128 + as_stop([*asked, signal.SIGTERM][0])
     if not failed:
         return 0
     # A rank that was killed comes first: the others' messages follow from it, as gloo's aborts do.
