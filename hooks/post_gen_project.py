@@ -75,6 +75,7 @@ SMALL_KEEPS = {
         "core/config.py",
         "core/data.py",
         "core/evaluation.py",
+        "core/global_batch.py",
         "core/optimizer.py",
         "core/processes.py",
         "core/random_states.py",

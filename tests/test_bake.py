@@ -54,7 +54,7 @@ COMBINED = [
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 LIBRARY_OF = {
     "tracker": dict(zip(TRACKERS, TRACKERS, strict=True)),
-    "example": dict.fromkeys(("image", "folder"), "scikit-learn"),
+    "example": dict.fromkeys(("image", "folder", "contrastive"), "scikit-learn"),
     "size": {"full": "matplotlib"},
 }
 
@@ -86,10 +86,9 @@ def test_project_holds_exactly_what_was_chosen(
     assert config["logging"]["tracker"] == chosen["tracker"]
     assert ("deepspeed" in config) == (chosen["extra_strategies"] in {"deepspeed", "all"})
     assert ("benchmark" in config) == (chosen["size"] == "full")
-    is_classifier = chosen["example"] not in ("gpt", "stub")
-    assert (config["evaluation"]["metric"], config["evaluation"]["mode"]) == (
-        ("accuracy", "max") if is_classifier else ("loss", "min")
-    )
+    best = {"gpt": ("loss", "min"), "stub": ("loss", "min"), "contrastive": ("recall", "max")}
+    metric = best.get(chosen["example"], ("accuracy", "max"))
+    assert (config["evaluation"]["metric"], config["evaluation"]["mode"]) == metric
 
     metadata = tomllib.loads(files["pyproject.toml"].decode())["project"]
     assert metadata.get("license", "none") == chosen["license"]
@@ -143,8 +142,8 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
     package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
     shared = {f"ddp_experiment/{name}" for name in package}
     shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
-    core = "__init__ checkpoint checks config data evaluation optimizer processes random_states ranks settings"
-    core += " smoke strategies task"
+    core = "__init__ checkpoint checks config data evaluation global_batch optimizer processes"
+    core += " random_states ranks settings smoke strategies task"
     shared |= {f"ddp_experiment/core/{name}.py" for name in core.split()}
     shared |= {f"tests/{name}.py" for name in ("test_dataset", "test_model")}
     shared |= {f"tests/workload/{name}.py" for name in ("dataset", "model")}
@@ -212,7 +211,7 @@ def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", ["full", "small"])
-@pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt"])
+@pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt", "contrastive"])
 def test_example_brings_its_own_files_and_config(
     template: Path, tmp_path: Path, example: str, size: str
 ) -> None:
@@ -221,10 +220,7 @@ def test_example_brings_its_own_files_and_config(
     for name in ("model.py", "dataset.py"):
         assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
     data = [path.name for path in source.iterdir() if path.suffix not in {".py", ".yaml"}]
-    assert (
-        data
-        == {"folder": [], "stub": [], "text": ["sentences.json"], "gpt": ["hamlet.txt"]}[example]
-    )
+    assert data == {"text": ["sentences.json"], "gpt": ["hamlet.txt"]}.get(example, [])
     assert [(project / name).read_bytes() for name in data] == [
         (source / name).read_bytes() for name in data
     ]

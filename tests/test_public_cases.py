@@ -17,7 +17,7 @@ from baking import bake, plain_environment
 
 CASES = "any_dtype or share_memory or lazy_layers or no_memory or eval_mode or no_tensor"
 CASES += " or draws_from or told_and_change or mixed_dtypes or closure"
-CASES += " or gathers_unequal"
+CASES += " or gathers_unequal or plain_script or proved_before"
 ADDED_TO_CONFTEST = '''
 
 class Session:  # noqa: F811
@@ -67,7 +67,8 @@ def test_public_cases_hold_in_a_small_project(template: Path, tmp_path: Path) ->
     assert ", report: false}" in text  # a key of size=full
     text = text.replace(", report: false}", "}") + ADDED_TO_CONFTEST
     conftest.write_text(text, encoding="utf-8")
-    files = [f"tests/machinery/test_public_cases_{name}.py" for name in ("scores", "model")]
+    names = ("public_cases_scores", "public_cases_model", "global_batch")
+    files = [f"tests/machinery/test_{name}.py" for name in names]
     words = ["-q", "-p", "no:cacheprovider", "-k", f"({CASES}) and not average and not deepspeed"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *words, *files],

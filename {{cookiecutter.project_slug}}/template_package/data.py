@@ -64,9 +64,12 @@ def create_loader(dataset: Any, task: Task, config: Config, context: RankContext
     """Return the loader of the training set. Raise ConfigError for a stream without an end."""
     training = config.training
     sizes = training.global_batch_size, training.micro_batch_size
+    if is_stream(dataset) and (task.compares_samples or training.drop_last):
+        problem = "the training set is a stream, whose ranks read what comes"
+        raise ConfigError(f"loss_over in model.py, training.drop_last: {problem}. Leave both out.")
     if not is_stream(dataset):
         plan = OrderedPlan(dataset, task, "training", config.seed, training.global_batch_size)
-        return TimedLoader(plan, config.loader, context, *sizes)
+        return TimedLoader(plan, config.loader, context, *sizes, training.drop_last)
     ends = {
         "training.max_steps": training.max_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
@@ -84,12 +87,13 @@ def create_loader(dataset: Any, task: Task, config: Config, context: RankContext
 
 
 def create_evaluation_loader(
-    dataset: Any, task: Task, config: LoaderConfig, context: Rank, name: str, limit: int | None = None,
+    dataset: Any, task: Task, config: LoaderConfig, context: Rank, name: str, batch_size: int = 0,
+    limit: int | None = None,
 ) -> EvaluationLoader:  # fmt: skip
     """Return a loader that reads samples of like lengths together, the long ones first."""
     plan = OrderedPlan(dataset, task, name)
-    loader = EvaluationLoader(plan, config, context, limit)
-    if plan.lengths is not None:
+    loader = EvaluationLoader(plan, config, context, batch_size, limit)
+    if plan.lengths is not None and not task.compares_samples:
         order = loader.order[(-plan.lengths[loader.order]).argsort(stable=True)]
         parts = [order[rank :: context.world_size] for rank in range(context.world_size)]
         loader.order = torch.cat(parts)

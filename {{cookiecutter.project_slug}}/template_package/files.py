@@ -1,6 +1,7 @@
 """Finds the folder of a run, and writes files so that the old file stays intact if the job is killed while writing."""
 
 import errno
+import io
 import json
 import os
 from collections.abc import Callable
@@ -22,6 +23,28 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as indented JSON. If writing fails, the old file stays intact."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_predictions(directory: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Write a line per row to predictions.jsonl, and return the lines.
+
+    Vectors of more than 32 numbers go to predictions_<column>.npy instead, (N, …).
+    """
+    import numpy
+
+    wide = [name for name, value in rows[0].items() if isinstance(value, list) and len(value) > 32]
+    for name in wide:
+        array, content = numpy.array([row.pop(name) for row in rows]), io.BytesIO()
+        numpy.save(content, array)
+        write_whole(
+            directory / f"predictions_{name}.npy",
+            lambda beside, content=content: beside.write_bytes(content.getvalue()),  # type: ignore[misc]
+        )
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    text = "".join(f"{line}\n" for line in lines)
+    path = directory / "predictions.jsonl"
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    return lines
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -25,7 +25,7 @@ from .core.checkpoint import (
     run_lock,
     tell_changes,
 )
-from .core.checks import check_finite, check_model, check_replicas, rehearse
+from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
 from .core.evaluation import figures_of, total_of
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
@@ -64,7 +64,8 @@ class Trainer:
         training = config.training
         self.loader = create_loader(train_data, task, config, context)
         self.evaluator = Evaluator(validation_data, "validation", config, context, task)
-        self.progress = Progress(self.loader.num_samples, training.global_batch_size)
+        num_samples = self.loader.plan.num_samples
+        self.progress = Progress(num_samples, training.global_batch_size, training.drop_last)
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(all_steps, training.max_steps or all_steps)
         if training.max_steps and all_steps < training.max_steps:
@@ -159,6 +160,13 @@ class Trainer:
         progress, directory = self.progress, self.directory
         devices = log_devices(directory, self.context)
         memory = MemoryLimit(directory, self.context, self.loader)
+        with memory.watched():
+            if (
+                self.task.compares_samples
+                and self.strategy.has_gradients
+                and self.context.world_size > 1
+            ):
+                check_global_batch(self.strategy, self.loader, self.task)
         memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
             rehearse(

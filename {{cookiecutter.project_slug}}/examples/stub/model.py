@@ -3,7 +3,8 @@
 Replace everything that is marked REPLACE. The trainer uses `ModelConfig`, `build_model`, `compute_loss`,
 `build_metrics` and `update_metrics`. You may add these optional functions: `predict`, `loss_weight`,
 `training_metrics`, `evaluate_batch`, `build_optimizer`, `learning_rate`, `on_epoch_begin`, `on_evaluation_end`,
-`after_step` and `complete_config`. README.md explains them.
+`before_step`, `after_step` and `complete_config`, and declare `loss_over` for a contrastive loss. README.md explains
+them.
 """
 
 from dataclasses import dataclass

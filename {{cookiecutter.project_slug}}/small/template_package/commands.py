@@ -1,6 +1,5 @@
 """The commands besides training: evaluate, predict and smoke."""
 
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,7 @@ from .core.ranks import Rank, from_main, gather_objects
 from .core.strategies import Strategy, settle_precision
 from .core.task import Task
 from .errors import ConfigError
-from .files import write_json, write_whole
+from .files import write_json, write_predictions
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def predict(
     path = find_checkpoint(config, directory)
     read = partial(task.read_inputs, source, config.data)
     _, strategy, (dataset, names) = restore(path, config, rank, task, read)
-    loader = EvaluationLoader(Plan(dataset, task, "prediction"), config.loader, rank)
+    loader = EvaluationLoader(Plan(dataset, task, "prediction"), config.loader, rank, 0)
     sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
     size = next((int(size) for size in sizes if size != "auto"), 64)
     label_names = getattr(dataset, "label_names", None)
@@ -79,9 +78,8 @@ def predict(
     parts = gather_objects(rows)
     if parts is not None:  # rank 0
         found = {index: row for part in parts for index, row in part.items()}
-        lines = [json.dumps(found[index], ensure_ascii=False) for index in sorted(found)]
-        path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
-        write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+        lines = write_predictions(directory, [found[index] for index in sorted(found)])
+        path = directory / "predictions.jsonl"
         logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from .core.checkpoint import (
     CONTINUE,
@@ -29,7 +28,7 @@ from .core.checkpoint import (
     recount,
     tell_changes,
 )
-from .core.checks import check_finite, check_model, check_replicas, rehearse
+from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -45,7 +44,7 @@ from .core.random_states import (
 )
 from .core.ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .core.settings import NEEDS_FULL
-from .core.strategies import create_strategy, settle_precision
+from .core.strategies import create_strategy, settle_precision, total_norm
 from .core.task import Task, tell_of_names
 from .errors import ConfigError, Interrupted
 from .files import write_json
@@ -91,6 +90,7 @@ class Trainer:
             rank,
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
+            drop_last=training.drop_last,
         )
         self.evaluator = Evaluator(validation_data, "validation", config, rank, task)
         steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
@@ -258,16 +258,14 @@ class Trainer:
             state = self.strategy.state_dict()  # first: FSDP drops what evaluation left gathered
             # A finite loss may have had a gradient that is not, so look at the weights too.
             weights = [w.detach().float() for w in self.strategy.module.parameters()]
-            norm: Any = get_total_norm(weights)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.losses.append((norm.to(self.rank.device), self.progress.step))
+            self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step))
             check_finite(self.losses, self.rank)
             states = gather_objects(pack(get_random_states(self.rank.device)))
             stop.beat()
             if states is not None:
                 own = vars(self.progress).copy()
                 own["early_stopping"] = {  # the name of the format, which size=full shares
-                    "num_samples": self.loader.num_samples,
+                    "num_samples": self.loader.plan.num_samples,
                     "is_evaluation_pending": own.pop("is_evaluation_pending"),
                 }
                 own["random_states"] = [unpack(content) for content in states]
@@ -283,7 +281,7 @@ class Trainer:
             is_of_other_run = state.pop("is_of_other_run", False)
             if is_of_other_run:
                 state = recount(state, self.loader.num_samples, self.loader.global_batch_size)
-            counts, now = state["early_stopping"], self.loader.num_samples
+            counts, now = state["early_stopping"], self.loader.plan.num_samples
             former = counts.get("num_samples", now)
             if former != now:
                 problem = f"was begun with {former} training samples, and there are {now} now"
@@ -315,6 +313,8 @@ class Trainer:
     def rehearse(self) -> None:
         """Try out training and evaluation. Raise ConfigError before anything is written."""
         progress, evaluation = self.progress, self.config.evaluation
+        if self.task.compares_samples and self.rank.world_size > 1:
+            check_global_batch(self.strategy, self.loader, self.task)
         self.loader.start(progress.epoch, progress.position)
         first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)

@@ -85,7 +85,7 @@ def test_samples_and_their_draws_do_not_depend_on_ranks_or_micro_batches() -> No
 def test_evaluation_gives_each_sample_to_one_rank() -> None:
     seen = []
     for rank in range(3):
-        loader = EvaluationLoader(Plan(Drawing(), TASK, "test"), LoaderConfig(0), Rank(rank, 3))
+        loader = EvaluationLoader(Plan(Drawing(), TASK, "test"), LoaderConfig(0), Rank(rank, 3), 0)
         for batch, request in loader.read(4):
             seen += batch[0][: request.num_samples].tolist()
     assert sorted(seen) == [*range(23)]

@@ -3,7 +3,6 @@
 read_inputs() in dataset.py reads the inputs, and predict() in model.py computes the predictions.
 """
 
-import json
 import logging
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from ..core.ranks import gather_objects
 from ..core.task import Function, find_task
 from ..data import create_evaluation_loader
 from ..errors import ConfigError
-from ..files import run_directory, write_whole
+from ..files import run_directory, write_predictions
 from ..launching.distributed import rank_context
 from ..strategies.base import Strategy
 from ..tracking import rank_logs
@@ -63,11 +62,8 @@ def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
             for row in rows.values():
                 if getattr(dataset, "label_names", None) and isinstance(row.get("label"), int):
                     row["label"] = dataset.label_names[row["label"]]
-            lines = [
-                json.dumps({"input": names[i], **rows[i]}, ensure_ascii=False) for i in sorted(rows)
-            ]
-            path, text = directory / "predictions.jsonl", "".join(f"{line}\n" for line in lines)
-            write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+            whole = [{"input": names[i], **rows[i]} for i in sorted(rows)]
+            lines, path = write_predictions(directory, whole), directory / "predictions.jsonl"
             # the first ones, to look at
             logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
 

@@ -30,7 +30,7 @@ from .ranks import from_main, pack, unpack
 FORMAT_VERSION = 1
 DECISIVE = (
     "model", "data", "optimizer", "schedule", "seed",
-    "training.global_batch_size", "training.precision",
+    "training.global_batch_size", "training.drop_last", "training.precision",
 )  # fmt: skip
 """Keys that must not change when a run continues, unless their field says decisive=False."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)"

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, FailureError
-from .data import MicroBatch
-from .evaluation import figures_of, total_of
+from .data import MicroBatch, TrainLoader, loss_weight_of
+from .evaluation import figures_of, in_eval_mode, total_of
+from .global_batch import ALONE, global_batch
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce
-from .strategies import BATCH_NORMS, Strategy, buffers_restored
+from .strategies import BATCH_NORMS, Strategy, buffers_restored, total_norm
 from .task import RESERVED, Task
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def rehearse(
     Every start of a run begins with it: DDP orders its buckets after the first backward pass, so a
     resumed run would otherwise add up gradients in another order. A trial shares no gradients.
     """
-    module, batch, calls = strategy.module, micro_batch[0], list[Any]()
+    (batch, request), calls, module = micro_batch, list[Any](), strategy.module
     tensors: list[Tensor] = []
     apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
     if any(tensor.requires_grad for tensor in tensors):
@@ -73,6 +74,7 @@ def rehearse(
             generators_restored(*strategy.rank.devices),
             buffers_restored(module),
             strategy.accumulate(is_last_micro_batch=not is_trial),
+            global_batch(request.batch_size),
         ):
             with strategy.autocast():
                 returned: Any = task.compute_loss(strategy.model, batch)
@@ -90,7 +92,8 @@ def rehearse(
                 remedy = "Give it its full size in build_model, or set persistent=False"
                 raise ConfigError(f"model: {problem}: no checkpoint of it would fit. {remedy}.")
     except RuntimeError as error:
-        if "storage of size 0" not in str(error):
+        phrases = ("storage of size 0", "mixed torch.Tensor and DTensor")
+        if not any(phrase in str(error) for phrase in phrases):
             raise
         problem = "holds a gradient (create_graph), or a weight that is read outside of model(...)"
         raise ConfigError(
@@ -99,6 +102,61 @@ def rehearse(
     finally:
         hook.remove()
         strategy.optimizer.zero_grad()
+
+
+def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> None:
+    """Raise ConfigError if what compute_loss() gives for a global batch depends on the ranks.
+
+    Each rank tries its share of a small one, and all of it alone. The model is in eval mode, so
+    that nothing is drawn. Call loader.start() afterwards.
+    """
+    rank, module = strategy.rank, strategy.module
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def run(micro_batch: MicroBatch, num_ranks: int) -> tuple[Tensor, list[Tensor]]:
+        batch, request = micro_batch
+        with (
+            in_eval_mode(strategy.model),
+            buffers_restored(module),
+            strategy.accumulate(is_last_micro_batch=False),
+            global_batch(request.batch_size if num_ranks > 1 else ALONE),
+        ):
+            with strategy.autocast():
+                loss = total_of(task.compute_loss(strategy.model, batch)[0])
+            weight = loss_weight_of(micro_batch, task, module, rank)
+            weight *= rank.world_size / all_reduce(weight.clone())
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        # A part may be unused on some ranks.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        strategy.optimizer.zero_grad()
+        for gradient in gradients:
+            if type(gradient) is not DTensor:  # FSDP averages in each backward pass
+                all_reduce(gradient).div_(rank.world_size)
+        return all_reduce(loss.detach() * weight) / rank.world_size, gradients
+
+    is_exact = strategy.dtype is None and all(p.dtype.itemsize > 2 for p in trained)
+    tolerance = 0.1 if not is_exact else 1e-3 if rank.device.type == "cpu" else 1e-2
+    size = max(2, loader.micro_batch_size // rank.world_size) * rank.world_size
+    for few in (size, size - 1):  # a gather of equal shares fails
+        share, whole = loader.read_few(few)
+        rehearse(strategy, share, task)
+        with generators_restored(*rank.devices):
+            loss, gradients = run(share, rank.world_size)
+            wanted_loss, wanted = run(whole, 1)
+            drawn, _ = run(whole, 1)
+        if drawn != wanted_loss and drawn.isfinite():
+            message = "warning: compute_loss draws random numbers, which hides whether its loss is"
+            logger.warning("%s that of one device", message)
+            return
+        off = total_norm([a - b for a, b in zip(gradients, wanted, strict=True)])
+        off, error = off / (total_norm(wanted) + 1e-3), abs(loss / wanted_loss - 1)
+        if not (off <= tolerance and error <= tolerance) and (loss or wanted_loss):
+            problem = f"on {rank.world_size} ranks the loss of {few} samples is {loss:.6g}, and"
+            problem += f" {wanted_loss:.6g} on one device; the gradients differ by {off:.1g}"
+            remedy = (
+                "Take rows of other ranks by gather_rows() alone, and the mean over the own ones"
+            )
+            raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}.")
 
 
 def problem_of(returned: Any, num_calls: int) -> str:
@@ -164,7 +222,7 @@ def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
         raise RuntimeError(f"after step {step} {weights[0]!r} differs between ranks: {remedy}")
     if differing and not strategy.config.ddp.broadcast_buffers:
         message = "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and"
-        message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples."
+        message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples (gather_rows)."
         logger.warning(message, ", ".join(differing))
 
 

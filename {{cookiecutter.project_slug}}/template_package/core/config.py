@@ -98,6 +98,7 @@ class TrainingConfig:
     epochs: PositiveInt | None = 10
     max_steps: PositiveInt | None = None  # optimizer steps; the run ends here, or after its epochs
     global_batch_size: PositiveInt = 64  # samples of one optimizer step, over all ranks
+    drop_last: bool = False  # leave out an epoch's last global batch if it has fewer samples
     # samples that a rank takes at once; auto: its share
     micro_batch_size: PositiveInt | Auto = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

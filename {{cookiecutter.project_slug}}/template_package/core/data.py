@@ -30,6 +30,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from ..errors import NEEDS_FULL, ConfigError, FailureError
+from .global_batch import global_batch
 from .processes import start_worker
 from .random_states import (
     derive_seed,
@@ -52,6 +53,7 @@ class Request:
     num_samples: int  # how many count: all, or 0 for a filler, which keeps the ranks together
     weight: float = 0.0  # in training: num_samples * world_size / samples of the global batch
     is_last: bool = False  # in training: of this rank in its step
+    batch_size: int = 0  # samples of the global batch, if the loss compares them; else 0
 
 
 MicroBatch = tuple[Any, Request]  # a batch as collate() returns it, and what was asked for
@@ -239,12 +241,21 @@ class TrainLoader(Loader):
         rank: Rank,
         global_batch_size: int,
         micro_batch_size: int | str,
+        drop_last: bool = False,
     ) -> None:
         super().__init__(plan, config, rank)
         self.global_batch_size = global_batch_size
+        if drop_last:  # other ones in each epoch
+            self.num_samples -= self.num_samples % global_batch_size
+        if not self.num_samples:
+            problem = f"there are {plan.num_samples} training samples"
+            raise ConfigError(
+                f"training.global_batch_size={global_batch_size}: {problem}, and drop_last drops all."
+            )
         self.steps_per_epoch = -(-self.num_samples // global_batch_size)
         share = -(-min(global_batch_size, self.num_samples) // rank.world_size)  # the largest one
         size = share if micro_batch_size == "auto" else int(micro_batch_size)
+        check_whole(plan.task, "training", size, share)
         self.micro_batch_size = min(share, size)
 
     def start(self, epoch: int, position: int) -> None:
@@ -260,16 +271,18 @@ class TrainLoader(Loader):
         held: list[MicroBatch] = []
         for batch, request in self._micro_batches:
             if task.loss_weight is None:
-                yield (batch, request), request.weight
+                with global_batch(request.batch_size):  # until the next one: backward passes, too
+                    yield (batch, request), request.weight
             else:
                 held.append((batch, request))
             if request.is_last:
                 break
         if held:
-            weights = torch.stack([loss_weight_of(one, task, module, rank) for one in held])
-            total = all_reduce(weights.sum())
-            scale = torch.where(total == 0, 0.0, rank.world_size / total)
-            yield from zip(held, weights * scale, strict=True)
+            with global_batch(request.batch_size):
+                weights = torch.stack([loss_weight_of(one, task, module, rank) for one in held])
+                total = all_reduce(weights.sum())
+                scale = torch.where(total == 0, 0.0, rank.world_size / total)
+                yield from zip(held, weights * scale, strict=True)
 
     def _cut(self, epoch: int, position: int) -> Iterator[list[Request]]:
         """Yield this rank's requests of each step, without end."""
@@ -278,23 +291,38 @@ class TrainLoader(Loader):
             order = self.plan.order(epoch)
             for start in range(position, self.num_samples, self.global_batch_size):
                 batch = order[start : start + self.global_batch_size]
-                step: list[Request] = []
-                for piece in cut_share(batch, rank, world_size, self.micro_batch_size):
-                    draws = piece if len(piece) else batch[:1]
-                    indices = (draws % self.num_samples).tolist()
-                    weight = len(piece) * world_size / len(batch)
-                    step.append(Request(epoch, indices, draws.tolist(), len(piece), weight))
+                step = [
+                    self._request(epoch, piece, batch)
+                    for piece in cut_share(batch, rank, world_size, self.micro_batch_size)
+                ]
                 step[-1].is_last = True
                 yield step
             epoch, position = epoch + 1, 0
+
+    def _request(self, epoch: int, piece: Tensor, batch: Tensor) -> Request:
+        """Return the request for a piece of a global batch. If it is empty, a sample is repeated."""
+        draws = piece if len(piece) else batch[:1]
+        indices = (draws % self.plan.num_samples).tolist()
+        weight = len(piece) * self._rank.world_size / len(batch)
+        size = len(batch) * self.plan.task.compares_samples
+        return Request(epoch, indices, draws.tolist(), len(piece), weight, batch_size=size)
+
+    def read_few(self, size: int) -> list[MicroBatch]:
+        """Read this rank's share of a global batch of this size, and all of it. Then call start()."""
+        few = self.plan.order(0)[:size]
+        share = few.tensor_split(self._rank.world_size)[self._rank.rank]
+        return [*self._read([self._request(0, share, few), self._request(0, few, few)])]
 
 
 class EvaluationLoader(Loader):
     """Gives each evaluated sample to exactly one rank. All ranks read equally many micro-batches."""
 
-    def __init__(self, plan: Plan, config: Any, rank: Rank, limit: int | None = None) -> None:
+    def __init__(
+        self, plan: Plan, config: Any, rank: Rank, batch_size: int, limit: int | None = None
+    ) -> None:
         super().__init__(plan, config, rank)
         num_all = self.num_samples
+        self._batch_size = plan.task.compares_samples and batch_size  # of what the loss compares
         self.num_samples = min(num_all, limit or num_all)
         # With a limit, take samples at even distances: the first ones may be of one class.
         self.order = torch.arange(self.num_samples) * num_all // self.num_samples
@@ -302,13 +330,17 @@ class EvaluationLoader(Loader):
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
         """Read this rank's share; or its first micro-batch, in parts that draw what it draws whole."""
         rank, world_size = self._rank.rank, self._rank.world_size
-        pieces = cut_share(self.order, rank, world_size, micro_batch_size)
-        if num_parts:
-            pieces = pieces[0].tensor_split(num_parts)
         requests: list[Request] = []
-        for piece in pieces:
-            indices = piece.tolist() or [0]
-            requests.append(Request(0, indices, indices, len(piece)))
+        for batch in torch.split(self.order, self._batch_size or self.num_samples):
+            size = len(batch) if self._batch_size else micro_batch_size
+            pieces = cut_share(batch, rank, world_size, size)
+            for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
+                indices = piece.tolist() or [0]
+                counts = len(batch) * bool(self._batch_size)
+                request = Request(0, indices, indices, len(piece), batch_size=counts)
+                requests.append(request)
+            if num_parts:
+                break
         # What a model draws depends on nothing that came before. A Mac's GPU draws on: its state
         # is not restored after an evaluation.
         seed = seed_generators if self.device.type == "cuda" else seed_cpu
@@ -318,13 +350,21 @@ class EvaluationLoader(Loader):
             yield micro_batch
 
 
+def check_whole(task: Task, section: str, size: int, share: int) -> None:
+    """Raise ConfigError if micro-batches would cut a share whose samples the loss compares."""
+    if task.compares_samples and size < share:
+        problem = f"loss_over in model.py compares all samples, and a rank's share has {share}"
+        remedy = "Leave it at auto, and cut the share inside of forward (README: loss_over)"
+        raise ConfigError(f"{section}.micro_batch_size={size}: {problem}. {remedy}.")
+
+
 @torch.no_grad()
 def loss_weight_of(micro_batch: MicroBatch, task: Task, module: nn.Module, rank: Rank) -> Tensor:
     """Return this micro-batch's loss weight, 0-dim. It is 0 if no sample counts."""
     batch, request = micro_batch
     weight: Any = request.num_samples
-    if task.loss_weight is not None and weight:
-        weight = task.loss_weight(batch, module)
+    if task.loss_weight is not None:  # on all ranks: it may gather
+        weight = task.loss_weight(batch, module) * bool(weight)
     return torch.ones((), dtype=rank.sum_dtype, device=rank.device).mul(weight)
 
 

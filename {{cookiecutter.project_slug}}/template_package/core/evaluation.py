@@ -2,18 +2,20 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError, Interrupted
 from .config import Config
-from .data import EvaluationLoader, Plan, loss_weight_of, move
+from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
+from .global_batch import global_batch
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
@@ -42,21 +44,37 @@ def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Ten
     }  # alike on all ranks
 
 
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Afterwards, what build_model() left in eval mode stays there."""
+    modes = [(part, part.training) for part in module.modules()]  # from the outermost inwards
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, is_training in modes:
+            if part.training != is_training:
+                part.train(is_training)
+
+
 class Evaluator:
     def __init__(self, dataset: Any, name: str, config: Config, rank: Rank, task: Task) -> None:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
         self._config, self._task, self._rank = config, task, rank
-        self._loader = self.create_loader(dataset, name, limit)
+        self._loader = self.create_loader(dataset, name, size, limit)
         self.num_samples = self._loader.num_samples
         sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
         share = -(-size // rank.world_size)
         self.micro_batch_size = next((int(size) for size in sizes if size != "auto"), share)
+        if sizes[0] != "auto":
+            check_whole(task, "evaluation", self.micro_batch_size, share)
 
-    def create_loader(self, dataset: Any, name: str, limit: int | None) -> EvaluationLoader:
-        return EvaluationLoader(
-            Plan(dataset, self._task, name), self._config.loader, self._rank, limit
-        )
+    def create_loader(
+        self, dataset: Any, name: str, batch_size: int, limit: int | None
+    ) -> EvaluationLoader:
+        plan = Plan(dataset, self._task, name)
+        return EvaluationLoader(plan, self._config.loader, self._rank, batch_size, limit)
 
     @cached_property
     def _metrics(self) -> Any:
@@ -85,9 +103,11 @@ class Evaluator:
         before a micro-batch.
         """
         module = strategy.evaluation_model
-        modes = [(part, part.training) for part in module.modules()]  # from the outermost inwards
-        module.eval()
-        with generators_restored(*self._rank.devices), buffers_restored(module):
+        with (
+            in_eval_mode(module),
+            generators_restored(*self._rank.devices),
+            buffers_restored(module),
+        ):
             strategy.synchronize_buffers()
             figures = self._add_up(strategy, stop_code, num_parts)
             if log is not None and self._task.on_evaluation_end is not None:
@@ -99,9 +119,6 @@ class Evaluator:
                     logger.warning(message, exc_info=True)
             if num_parts != 2:
                 figures |= self._compute_metrics()
-        for part, is_training in modes:
-            if part.training != is_training:  # what build_model() left in eval mode stays there
-                part.train(is_training)
         metric = self._config.evaluation.metric
         if log is not None and not math.isfinite(figures[metric]):
             message = "warning: evaluation.metric=%s is %g, so no best.pt is kept"
@@ -113,7 +130,9 @@ class Evaluator:
 
         A fresh model's samples have nearly equal losses, which hides much: ask again after a while.
         """
-        halves, whole = self.run(strategy, num_parts=2), self.run(strategy, num_parts=1)
+        whole = self.run(strategy, num_parts=1)
+        # A loss over the global batch is none: check_global_batch() looks at it.
+        halves = {} if self._task.compares_samples else self.run(strategy, num_parts=2)
         is_cpu = self._rank.device.type == "cpu"
         tolerance = 0.03 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
         for name, value in halves.items():
@@ -121,10 +140,13 @@ class Evaluator:
                 whole[name]
             ):
                 message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
-                message += "halves. For tokens or class weights define loss_weight(); figures "
-                logger.warning(
-                    f"{message}are means over the same: README.", name, whole[name], value
+                message += (
+                    "halves. For tokens or class weights define loss_weight(), and for a loss "
                 )
+                message += (
+                    "that compares samples loss_over; figures are means over the same: README."
+                )
+                logger.warning(message, name, whole[name], value)
         return whole
 
     def rehearse(self, strategy: Strategy) -> None:
@@ -151,15 +173,15 @@ class Evaluator:
         for batch, request in self._loader.read(self.micro_batch_size, num_parts):
             if stop_code():
                 raise Interrupted
-            with strategy.autocast():
+            with strategy.autocast(), global_batch(request.batch_size):
                 loss, outputs = task.compute_loss(module, batch)
                 figures = figures_of(task, loss, outputs, batch)
+                weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
             if len(self._metrics) and num_parts != 2 and task.evaluate_batch is not None:
                 with strategy.gathered(), strategy.autocast():  # on all ranks
                     outputs = task.evaluate_batch(module, batch)
             if len(self._metrics) and request.num_samples and num_parts != 2:
                 task.update_metrics(self._metrics, outputs, batch)
-            weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
             values = torch.stack([value.to(weight) for value in figures.values()])
             values = torch.where(weight == 0, 0.0, values * weight)  # a mean of nothing may be 0/0
             totals = totals + torch.stack([*values, weight])

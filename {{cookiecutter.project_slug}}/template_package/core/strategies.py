@@ -143,8 +143,7 @@ class Strategy:
         if max_gradient_norm is not None:
             groups = self.optimizer.param_groups  # a parameter in none has no part in it
             held = [parameter for group in groups for parameter in group["params"]]
-            norm = get_total_norm([p.grad for p in held if p.grad is not None])
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = total_norm([p.grad for p in held if p.grad is not None])
             clip_grads_with_norm_(held, max_gradient_norm, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -410,6 +409,12 @@ def broadcast(tensor: Tensor, rank: Rank) -> None:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
         tensor.detach().copy_(whole)
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """Return the norm of all the tensors together, whole on each rank."""
+    norm = get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @contextmanager

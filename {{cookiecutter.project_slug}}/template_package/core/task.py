@@ -41,6 +41,7 @@ class Task:
     build_metrics: Function
     update_metrics: Function
     build_datasets: Function
+    loss_over: Any = "samples"  # "global_batch": it compares all ranks' samples
     complete_config: Function = lambda *_: None
     collate: Function = default_collate
     on_epoch_begin: Function = lambda *_: None
@@ -54,6 +55,11 @@ class Task:
     on_evaluation_end: Function | None = None
     predict: Any = None  # Any: `run.py predict` looks for these two before it starts the ranks
     read_inputs: Any = None
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss is over the global batch, so that no micro-batch may cut a rank's share."""
+        return bool(self.loss_over == "global_batch")
 
     @property
     def data_globals(self) -> dict[str, Any]:
@@ -79,13 +85,15 @@ def find_task() -> Task:
         )
         value = getattr(module, item.name, None)
         found[item.name] = item.default if value is None else value
-        if value is not None and not callable(value):
+        if value is not None and not callable(value) and item.name != "loss_over":
             problem = f"{item.name} is {value!r}, and the trainer calls a function of this name"
             raise ConfigError(f"{file}: {problem}. Rename yours.")
         if found[item.name] is MISSING:
             raise ConfigError(
                 f"{file} has no {item.name}(). Write it; README.md says what it takes and returns."
             )
+    if (over := found["loss_over"]) not in ("samples", "global_batch"):
+        raise ConfigError(f'model.py: loss_over is {over!r}. Write "samples" or "global_batch".')
     loss_weight = found["loss_weight"]
     if loss_weight is not None:
         parameters = signature(loss_weight).parameters.values()

@@ -13,7 +13,7 @@ from ..core.checks import rehearse
 from ..core.ranks import all_reduce
 from ..core.task import Task
 from ..data import TimedLoader
-from ..errors import ConfigError, StopRun
+from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
 from ..launching.distributed import RankContext
 from ..launching.processes import OUT_OF_MEMORY
@@ -55,7 +55,7 @@ class MemoryLimit:
         self._context, self._loader = context, loader
         size = (
             int(self._path.read_text(encoding="utf-8"))
-            if self._path.exists()
+            if self._path.exists() and not loader.plan.task.compares_samples
             else loader.micro_batch_size
         )
         if size < loader.micro_batch_size:
@@ -100,6 +100,10 @@ class MemoryLimit:
             phrase in str(error) for phrase in phrases
         ):
             raise error
+        if self._loader.plan.task.compares_samples:
+            problem = "memory ran out, and the loss compares all samples, which smaller micro-batches would not"
+            remedy = "Cut the share inside of forward (README: loss_over), or lower training.global_batch_size"
+            raise FailureError(f"{problem}. {remedy}.") from None
         former = self._loader.micro_batch_size
         if former == 1:
             raise torch.OutOfMemoryError(

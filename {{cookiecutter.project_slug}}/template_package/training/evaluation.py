@@ -24,9 +24,11 @@ class Evaluator(core.Evaluator):
         self._split = name
         self._label_names: list[str] = next(filter(None, names), [])
 
-    def create_loader(self, dataset: Any, name: str, limit: int | None) -> EvaluationLoader:
-        loader = self._config.loader
-        return create_evaluation_loader(dataset, self._task, loader, self._rank, name, limit)
+    def create_loader(
+        self, dataset: Any, name: str, batch_size: int, limit: int | None
+    ) -> EvaluationLoader:
+        loader, task, rank = self._config.loader, self._task, self._rank
+        return create_evaluation_loader(dataset, task, loader, rank, name, batch_size, limit)
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate a micro-batch, and warn of metrics that are not recorded. Raise ConfigError for a wrong metric."""

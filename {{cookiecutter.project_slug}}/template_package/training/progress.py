@@ -17,6 +17,7 @@ class Progress:
 
     num_samples: int  # in the training set
     global_batch_size: int
+    drop_last: bool
     step: int = 0
     epoch: int = 0  # completed epochs
     position: int = 0  # samples of the current epoch already seen
@@ -33,8 +34,13 @@ class Progress:
         """Count one more optimizer step and its samples. The last global batch of an epoch can have fewer samples."""
         self.step += 1
         self.position += self.global_batch_size
-        if self.position >= self.num_samples:
+        if self.position >= self.epoch_size:
             self.epoch, self.position = self.epoch + 1, 0
+
+    @property
+    def epoch_size(self) -> int:
+        """Return how many samples an epoch trains on."""
+        return self.num_samples - self.drop_last * (self.num_samples % self.global_batch_size)
 
     @property
     def is_epoch_end(self) -> bool:
@@ -47,7 +53,7 @@ class Progress:
 
     @property
     def num_samples_seen(self) -> int:
-        return self.epoch * self.num_samples + self.position
+        return self.epoch * self.epoch_size + self.position
 
     def is_due(self, section: EvaluationConfig | CheckpointConfig, *, at_end: bool = False) -> bool:
         """Return True if an evaluation or checkpoint is due. If at_end, it is due whenever it is enabled."""

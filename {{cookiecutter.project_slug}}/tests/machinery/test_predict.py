@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from workload import dataset as workload_data
@@ -59,6 +60,19 @@ def test_rows_stand_in_the_order_of_the_inputs_each_once_on_any_number_of_ranks(
         ]
         assert f"{num_inputs} rows: runs/run/predictions.jsonl" in printed
         assert printed.count("number ") == min(num_inputs, 20)
+
+
+def test_long_vectors_are_an_array(project: Project) -> None:
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    wide = '"both": outputs, "embedding": outputs.repeat(1, 20)'
+    project.edit("model.py", "\ndef build_metrics(", PREDICT.replace('"both": outputs', wide))
+    project.run("training.max_steps=2")
+    project.run("predict", "7", "device_ids=cpu,cpu,cpu")
+    found = numpy.load(project.directory("run") / "predictions_embedding.npy")
+    assert found.shape == (7, 40)
+    both = torch.tensor([row["both"] for row in rows(project)], dtype=torch.float64)
+    torch.testing.assert_close(torch.from_numpy(found), both.repeat(1, 20))
+    assert all(row.keys() == {"input", "label", "value", "both"} for row in rows(project))
 
 
 def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:

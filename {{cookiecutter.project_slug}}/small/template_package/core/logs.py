@@ -41,6 +41,7 @@ class Log:
 
     def __init__(self, tracking: "Tracking", step: int) -> None:
         self._tracking, self._step = tracking, step
+        self.folder = tracking.directory / "media"  # runs/<name>/media
 
     def scalar(self, name: str, value: float | Tensor) -> None:
         """Record a number of rank 0, under this name, in the trackers."""
@@ -49,10 +50,9 @@ class Log:
 
     def text(self, name: str, text: str) -> None:
         """Write the text to media/, and hand it to the trackers."""
-        folder = self._tracking.directory / "media"
-        path = folder / f"step_{self._step:08}_{name.replace('/', '_')}.txt"
+        path = self.folder / f"step_{self._step:08}_{name.replace('/', '_')}.txt"
         if self._tracking.is_main:
-            folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
             self._tracking.call_trackers("show", self._step, name, path)
 
