@@ -144,7 +144,7 @@ def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> N
             loss, gradients = run(share, rank.world_size)
             wanted_loss, wanted = run(whole, 1)
             drawn, _ = run(whole, 1)
-        if drawn != wanted_loss and drawn.isfinite():
+        if not drawn.isclose(wanted_loss, equal_nan=True):
             message = "warning: compute_loss draws random numbers, which hides whether its loss is"
             logger.warning("%s that of one device", message)
             return
