@@ -214,6 +214,15 @@ def test_declaration_is_proved_before_the_first_step(
     project.run("name=one", f"device_ids={RANKS[1]}", *SHORT)
 
 
+def test_scalar_temperature_under_fsdp_is_refused(project: Project) -> None:
+    """OpenCLIP's logit_scale is one: it ended in a traceback of fully_shard."""
+    project.append("model.py", CLIP.replace("torch.ones(1)", "torch.ones(())"))
+    words = f"device_ids={RANKS[2]}", *SHORT
+    output = project.run("name=fsdp", "strategy=fsdp", *words, code=2)
+    assert "Give scalars the shape (1,), or set strategy=ddp" in output
+    project.run("name=ddp", *words)
+
+
 def test_loss_that_draws_is_told(project: Project) -> None:
     text = CLIP.replace("(forth + back) / 2", "(forth + back) * torch.rand(())")
     project.append("model.py", text)
