@@ -41,7 +41,8 @@ class Log:
 
     def __init__(self, tracking: "Tracking", step: int) -> None:
         self._tracking, self._step = tracking, step
-        self.folder = tracking.directory / "media"  # runs/<name>/media
+        # runs/<name>/media; None on the other ranks
+        self.folder = tracking.directory / "media" if tracking.is_main else None
 
     def scalar(self, name: str, value: float | Tensor) -> None:
         """Record a number of rank 0, under this name, in the trackers."""
@@ -50,9 +51,9 @@ class Log:
 
     def text(self, name: str, text: str) -> None:
         """Write the text to media/, and hand it to the trackers."""
-        path = self.folder / f"step_{self._step:08}_{name.replace('/', '_')}.txt"
-        if self._tracking.is_main:
+        if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
+            path = self.folder / f"step_{self._step:08}_{name.replace('/', '_')}.txt"
             write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
             self._tracking.call_trackers("show", self._step, name, path)
 
