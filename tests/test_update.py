@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,7 +172,10 @@ def test_another_answer_changes_its_files_and_keeps_the_owners_changes(
     )
     code, output = update(project, str(repository), "size=middle")
     assert code == 1
-    assert "middle provided for choice variable size, but the choices are" in output
+    assert (
+        output
+        == "error: the template does not offer size=middle. Add another answer, such as size=small\n"
+    )
     assert git(project, "status", "--porcelain") == ""
 
     code, output = update(
@@ -247,6 +252,97 @@ def test_repository_of_another_user(repository: Path, tmp_path: Path) -> None:
     for path in (repository, *repository.rglob("*")):
         os.chown(path, 12345, 12345)
     assert read_origin(bake(repository, tmp_path / "other", **ANSWERS))["commit"] == state
+
+
+def edit_questions(repository: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = repository / "cookiecutter.json"
+    change(questions := json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(questions, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def retire(repository: Path, example: str, other: str | None) -> None:
+    """Remove an example, or give it another name, and say so in cookiecutter.json."""
+    folder = repository / PROJECT / "examples" / example
+
+    def change(questions: dict[str, Any]) -> None:
+        questions["example"].remove(example)
+        del questions["__prompts__"]["example"][example]
+        questions["_retired"].setdefault("example", {})[example] = other
+        if other is not None:
+            questions["example"].append(other)
+            questions["__prompts__"]["example"][other] = other
+
+    edit_questions(repository, change)
+    if other is None:
+        shutil.rmtree(folder)
+    else:
+        folder.rename(folder.with_name(other))
+
+
+def test_project_follows_a_template_that_retires_its_answers(
+    repository: Path, tmp_path: Path
+) -> None:
+    """An example is renamed, then retired, while the project keeps its files; and a question is removed."""
+    edit_questions(repository, lambda questions: questions.update(cluster=["alpha", "beta"]))
+    commit(repository)
+    project = bake(
+        repository, tmp_path / "work", **ANSWERS | {"example": "text", "cluster": "beta"}
+    )
+    edit(project / "net" / "model.py", '"""', '# mine\n"""')
+    edit(project / "config.yaml", "seed: 42 ", "seed: 43 ")
+    commit(project)
+
+    retire(repository, "text", "sentences")
+    path = repository / PROJECT / "examples" / "sentences" / "model.py"
+    path.open("a", encoding="utf-8").write("# of the second version\n")
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    assert dict(read_origin(project)["answers"])["example"] == "sentences"  # type: ignore[call-overload]
+    text = (project / "net" / "model.py").read_text(encoding="utf-8")
+    assert text.startswith('# mine\n"""') and text.endswith("# of the second version\n")
+    commit(project)
+    former = files_beside_git(project)
+
+    retire(repository, "sentences", None)
+    edit(
+        repository / PROJECT / "template_package" / "trainer.py",
+        '"""',
+        '# of the third version\n"""',
+    )
+    edit(repository / PROJECT / "config.yaml", "seed: 42   ", "seed: 42 # a comment")
+    edit_questions(repository, lambda questions: questions.pop("cluster"))
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 1, "both have changed the line of the seed"
+    assert "kept, since the template no longer offers what brought it: net/model.py\n" in output
+    assert git(project, "diff", "--name-only", "--diff-filter=U") == "config.yaml\n"
+    now = files_beside_git(project)
+    assert {name for name in former if name not in now} == set()
+    changed = {name for name in now if former.get(name) != now[name]}
+    assert changed <= {
+        "net/trainer.py",
+        "config.yaml",
+        ".template.json",
+        "README.md",
+        "pyproject.toml",
+    }
+    assert {"net/trainer.py", "config.yaml"} <= changed
+    assert dict(read_origin(project)["answers"])["example"] == "image"  # type: ignore[call-overload]
+
+
+def test_answer_that_is_gone_without_a_word_is_told(repository: Path, tmp_path: Path) -> None:
+    project = bake(repository, tmp_path / "work", **ANSWERS | {"example": "text"})
+    commit(project)
+    retire(repository, "text", None)
+    edit_questions(repository, lambda questions: questions["_retired"].pop("example"))
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 1
+    assert output.endswith(
+        "error: the template does not offer example=text. Add another answer, such as example=image\n"
+    )
+    assert update(project, str(repository), "example=stub")[0] == 0
 
 
 def make_old(repository: Path) -> None:

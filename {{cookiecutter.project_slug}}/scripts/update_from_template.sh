@@ -24,23 +24,42 @@ origin() {
 }
 
 # Prints the answers to the questions of the template in $work, as NAME=VALUE with a zero byte at the end: those of
-# .template.json, changed by the arguments. Answers to questions that this version does not ask are left out.
+# .template.json, changed by the arguments. Answers to questions that this version does not ask are left out. What the
+# template no longer offers is replaced as `_retired` in its cookiecutter.json says. If that is null, the project keeps
+# the files: the question is written to $work/kept, and has its first answer.
 print_answers() {
-  "${PYTHON:-python3}" - "$work/template/cookiecutter.json" "$@" <<'PYTHON'
+  "${PYTHON:-python3}" - "$work" "$@" <<'PYTHON'
 import json
 import sys
 
-questions, old = (json.load(open(path, encoding="utf-8")) for path in (sys.argv[1], ".template.json"))
-changes = dict(word.split("=", 1) for word in sys.argv[2:])
+work, *words = sys.argv[1:]
+questions, old = (json.load(open(path, encoding="utf-8")) for path in (f"{work}/template/cookiecutter.json", ".template.json"))
+changes = dict(word.split("=", 1) for word in words)
 unknown = [name for name in changes if name not in questions]
 if unknown:
     sys.exit(f"error: {unknown[0]} is not a question of the template")
-answers = old["answers"]
-if "tools" in answers:  # a question until version 0.2
-    answers.setdefault("size", "full")
-for name, answer in {**answers, **changes}.items():
+def is_offered(name, answer):
+    return name in questions and not (isinstance(questions[name], list) and answer not in questions[name])
+
+
+answers, kept = {**old["answers"], **changes}, []
+for name, answer in [*answers.items()]:
+    retired = questions.get("_retired", {}).get(name, {})
+    while not is_offered(name, answer) and answer in retired:
+        del answers[name]
+        if retired[answer] is None:
+            kept.append(name)
+            break
+        name, answer = f"{name}={retired[answer]}".split("=")[-2:]
+        answers[name] = answer
+        retired = questions["_retired"].get(name, {})
+for name, answer in answers.items():
+    if name in questions and not is_offered(name, answer):
+        sys.exit(f"error: the template does not offer {name}={answer}. Add another answer, such as {name}={questions[name][0]}")
     if name in questions:
         sys.stdout.buffer.write(f"{name}={answer}\0".encode())
+with open(f"{work}/kept", "w", encoding="utf-8") as file:
+    file.write("".join(f"{name}\n" for name in kept))
 PYTHON
 }
 
@@ -96,12 +115,30 @@ for name in "${old%-dirty}" "${words[1]:-HEAD}"; do
     fail "$template has no version $name"
 done
 git init --quiet --bare "$work/versions"
-bake "$(sed -n 1p "$work/found")" old
-bake "$(sed -n 2p "$work/found")" new ${changes[@]+"${changes[@]}"}
+old=$(sed -n 1p "$work/found") new=$(sed -n 2p "$work/found")
+git -C "$work/template" checkout --quiet --detach "$new"
+print_answers ${changes[@]+"${changes[@]}"} >"$work/answers" || exit 1
+first=()
+if [[ -s $work/kept ]]; then # the difference is then that of a project with the first answer
+  cp "$work/kept" "$work/no-longer-offered"
+  bake "$old" made
+  while IFS= read -r name; do
+    first+=("$name=$("${PYTHON:-python3}" -c 'import json, sys; print(json.load(open(sys.argv[1], encoding="utf-8"))[sys.argv[2]][0])' \
+      "$work/template/cookiecutter.json" "$name")")
+  done <"$work/no-longer-offered"
+fi
+bake "$old" old ${first[@]+"${first[@]}"}
+bake "$new" new ${changes[@]+"${changes[@]}"}
 
 # Not in the difference: what you have deleted, what the template has deleted and you have changed, and .template.json,
 # which is written below. `git apply` would refuse the whole difference for one of them.
 paths=(. ':!.template.json')
+if ((${#first[@]})); then
+  while IFS= read -r -d '' path; do
+    paths+=(":(exclude,literal)$path")
+    echo "kept, since the template no longer offers what brought it: $path"
+  done < <(git --git-dir="$work/versions" diff -z --name-only --no-renames HEAD~2 HEAD~ -- '*.py')
+fi
 while IFS= read -r -d '' path; do
   if ! yours=$(git rev-parse --quiet --verify ":./$path"); then
     paths+=(":(exclude,literal)$path")
