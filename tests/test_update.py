@@ -331,6 +331,32 @@ def test_project_follows_a_template_that_retires_its_answers(
     assert dict(read_origin(project)["answers"])["example"] == "image"  # type: ignore[call-overload]
 
 
+def test_versions_of_several_projects_are_told(repository: Path, tmp_path: Path) -> None:
+    first = bake(repository, tmp_path / "first", **ANSWERS)
+    commit(first)
+    old, version = git(repository, "rev-parse", "HEAD")[:7], read_origin(first)["version"]
+    for name in ("files.py", "trainer.py"):
+        edit(repository / PROJECT / "template_package" / name, '"""', '# mended\n"""')
+    edit_questions(repository, lambda questions: questions.update(_version="0.4.0"))
+    commit(repository)
+    new = git(repository, "rev-parse", "HEAD")[:7]
+    second = bake(repository, tmp_path / "second", **ANSWERS)
+    commit(second)
+    (second / "net" / "model.py").write_text(
+        "", encoding="utf-8"
+    )  # uncommitted changes do not matter
+    code, output = update(first, "--check", str(repository), str(first), str(second), str(tmp_path))
+    assert output.splitlines() == [
+        f"{first}: version {version} ({old}); the template has 0.4.0 ({new}): an update changes 2 files",
+        f"{second}: version 0.4.0 ({new}); the template has 0.4.0 ({new}): an update changes 0 files",
+        f"{tmp_path}: error: there is no .template.json, which says how this project was made",
+    ]
+    assert code == 1
+    assert git(first, "status", "--porcelain") == ""
+    code, output = update(first, "--check", str(repository))
+    assert code == 0 and output.endswith("an update changes 2 files\n")
+
+
 def test_answer_that_is_gone_without_a_word_is_told(repository: Path, tmp_path: Path) -> None:
     project = bake(repository, tmp_path / "work", **ANSWERS | {"example": "text"})
     commit(project)

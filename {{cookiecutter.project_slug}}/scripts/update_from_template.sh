@@ -5,6 +5,8 @@
 #   scripts/update_from_template.sh PATH_OR_URL              from another place, such as a clone on this machine
 #   scripts/update_from_template.sh PATH_OR_URL v1.2.0       up to this tag, branch or commit
 #   scripts/update_from_template.sh size=full                with another answer to a question; may follow the words above
+#   scripts/update_from_template.sh --check [PATH_OR_URL] FOLDER …     changes nothing: which version each of these projects
+#                                                            has, which the template has, and the files of an update
 #
 # It makes the project twice in a temporary folder, by the old and by the new version, with the answers of .template.json,
 # and applies the difference with `git apply -3`. Your own changes stay; where both sides changed the same lines, git shows
@@ -78,12 +80,24 @@ bake() {
     commit --quiet --allow-empty --message="$2"
 }
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ${1:-} == --check ]]; then
+  shift
+  template=()
+  if (($#)) && [[ ! -f $1/.template.json ]]; then template=("$1") && shift; fi
+  (($#)) || set -- "$(dirname "${BASH_SOURCE[0]}")/.."
+  code=0
+  for folder in "$@"; do
+    printf '%s: ' "$folder"
+    CHECKED=$folder "${BASH_SOURCE[0]}" ${template[@]+"${template[@]}"} 2>&1 | tail -n 1 || code=1
+  done
+  exit "$code"
+fi
+cd "${CHECKED:-$(dirname "${BASH_SOURCE[0]}")/..}"
 [[ ! -f .cruft.json ]] || fail "cruft made this project. Type: cruft update"
 [[ -f .template.json ]] || fail "there is no .template.json, which says how this project was made"
 problem=$(git rev-parse --git-dir 2>&1 >/dev/null) || # such as a repository of another user
   fail "git sees no repository here: $problem. If there is none, type: git init -b main && git add -A && git commit -m Start"
-[[ -z $(git status --porcelain --untracked-files=no) ]] || fail "there are uncommitted changes. Commit or stash them first."
+[[ ${CHECKED:-} || -z $(git status --porcelain --untracked-files=no) ]] || fail "there are uncommitted changes. Commit or stash them first."
 git ls-files --error-unmatch .template.json >/dev/null 2>&1 || fail ".template.json is not committed. Commit it first."
 
 changes=() words=()
@@ -151,6 +165,13 @@ while IFS= read -r -d '' path; do
   fi
 done < <(git --git-dir="$work/versions" ls-tree -r -z --name-only HEAD~)
 git --git-dir="$work/versions" diff-tree -p --no-renames --binary --full-index HEAD~ HEAD -- "${paths[@]}" >"$work/difference"
+
+if [[ ${CHECKED:-} ]]; then
+  number=$(grep --count --text '^diff --git ' "$work/difference" || true)
+  has=$(origin version) is=$("${PYTHON:-python3}" -c 'import json, sys; print(json.load(open(sys.argv[1], encoding="utf-8"))["_version"])' "$work/template/cookiecutter.json")
+  echo "version $has (${old:0:7}); the template has $is (${new:0:7}): an update changes $number files"
+  exit
+fi
 
 # `git apply -3` merges three files, so it needs the old ones here.
 git -c gc.auto=0 fetch --quiet --no-tags --no-write-fetch-head "$work/versions" HEAD
