@@ -26,7 +26,11 @@ NAMES = [
 """Each example with a short and with the longest package name, because renaming changes the length of lines."""
 ANSWERS = [answers | names for answers, names in zip(itertools.cycle(OTHER_ANSWERS), NAMES)]
 """Each of NAMES, joined with one of OTHER_ANSWERS, which are fewer. Together they contain all of both."""
-SMALL = [names | {"size": "small"} for names in NAMES]
+SMALL = [
+    names | {"size": "small"}
+    for names in NAMES[: len(EXAMPLES) : 2] + NAMES[len(EXAMPLES) + 1 :: 2]
+]
+"""Each example with one of the two names."""
 QUICK = [f"tests/test_{name}.py" for name in ("config", "model", "dataset")]
 CHECKS = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy", "."])
 
@@ -57,6 +61,8 @@ def num_passed(project: Path, *words: str) -> int:
 def test_every_example_comes_with_both_names() -> None:
     parts = NAMES + OTHER_ANSWERS
     assert all(any(part.items() <= answers.items() for answers in ANSWERS) for part in parts)
+    assert sorted(answers["example"] for answers in SMALL) == sorted(EXAMPLES)
+    assert len({answers["package_name"] for answers in SMALL}) == 2
 
 
 @pytest.mark.slow
