@@ -173,9 +173,10 @@ class Evaluator:
         for batch, request in self._loader.read(self.micro_batch_size, num_parts):
             if stop_code():
                 raise Interrupted
-            with strategy.autocast(), global_batch(request.batch_size):
-                loss, outputs = task.compute_loss(module, batch)
-                figures = figures_of(task, loss, outputs, batch)
+            with global_batch(request.batch_size):
+                with strategy.autocast():
+                    loss, outputs = task.compute_loss(module, batch)
+                    figures = figures_of(task, loss, outputs, batch)
                 weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
             if len(self._metrics) and num_parts != 2 and task.evaluate_batch is not None:
                 with strategy.gathered(), strategy.autocast():  # on all ranks
