@@ -17,7 +17,7 @@ from baking import bake, plain_environment
 
 CASES = "any_dtype or share_memory or lazy_layers or no_memory or eval_mode or no_tensor"
 CASES += " or draws_from or told_and_change or mixed_dtypes or closure"
-CASES += " or gathers_unequal or plain_script or proved_before"
+CASES += " or gathers_unequal or plain_script"
 ADDED_TO_CONFTEST = '''
 
 class Session:  # noqa: F811
