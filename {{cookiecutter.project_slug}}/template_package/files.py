@@ -28,14 +28,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_predictions(directory: Path, rows: list[dict[str, Any]]) -> list[str]:
     """Write a line per row to predictions.jsonl, and return the lines.
 
-    Vectors of more than 32 numbers go to predictions_<column>.npy instead, (N, …).
+    Vectors of one length, of more than 32 numbers, go to predictions_<column>.npy instead, (N, …).
     """
     import numpy
 
     wide = [name for name, value in rows[0].items() if isinstance(value, list) and len(value) > 32]
+    wide = [name for name in wide if len({len(row[name]) for row in rows}) == 1]
     for name in wide:
-        array, content = numpy.array([row.pop(name) for row in rows]), io.BytesIO()
-        numpy.save(content, array)
+        content = io.BytesIO()
+        numpy.save(content, [row.pop(name) for row in rows])
         write_whole(
             directory / f"predictions_{name}.npy",
             lambda beside, content=content: beside.write_bytes(content.getvalue()),  # type: ignore[misc]

@@ -149,8 +149,9 @@ def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> N
             logger.warning("%s that of one device", message)
             return
         off = total_norm([a - b for a, b in zip(gradients, wanted, strict=True)])
-        off, error = off / (total_norm(wanted) + 1e-3), abs(loss / wanted_loss - 1)
-        if not (off <= tolerance and error <= tolerance) and (loss or wanted_loss):
+        off /= total_norm(wanted) + 1e-3  # a loss and its gradient may be 0
+        error = abs(loss - wanted_loss) / (abs(wanted_loss) + 1e-3)
+        if not (off <= tolerance and error <= tolerance):  # nor if one is no number
             problem = f"on {rank.world_size} ranks the loss of {few} samples is {loss:.6g}, and"
             problem += f" {wanted_loss:.6g} on one device; the gradients differ by {off:.1g}"
             remedy = (

@@ -75,6 +75,16 @@ def test_long_vectors_are_an_array(project: Project) -> None:
     assert all(row.keys() == {"input", "label", "value", "both"} for row in rows(project))
 
 
+def test_long_lists_of_several_lengths_stay_in_the_lines(project: Project) -> None:
+    """Each batch may be padded to another length."""
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    ragged = '"both": outputs, "tokens": [[0] * (40 + len(outputs))] * len(outputs)'
+    project.edit("model.py", "\ndef build_metrics(", PREDICT.replace('"both": outputs', ragged))
+    project.run("training.max_steps=2")
+    project.run("predict", "7", "device_ids=cpu,cpu")  # 4 and 3
+    assert [len(row["tokens"]) for row in rows(project)] == [44] * 4 + [43] * 3
+
+
 def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
     assert "dataset.py has no read_inputs()" in project.run("predict", "5", code=2)
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
