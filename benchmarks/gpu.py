@@ -27,7 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 NEEDED = "torch numpy pydantic yaml torchmetrics lightning_utilities tqdm safetensors pynvml pytest pytest_timeout"
-TESTS, COPIES = "tests", "copies"
+TESTS, SMALL_TESTS, COPIES = "tests", "tests-small", "copies"
 MAX_TEST_SECONDS = 240.0
 NUM_JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))  # a test has two ranks at most
 DESCRIBE = """
@@ -99,7 +99,7 @@ def main() -> None:
             "error: torch sees no GPU. Try the report on the CPU: python benchmarks/gpu.py --rehearse"
         )
     plan = {comparison.name: comparison for comparison in comparisons(machine["memory_gib"])}
-    names = [TESTS, *plan]
+    names = [TESTS, SMALL_TESTS, *plan]
     names.insert(names.index("resnet-bf16-compile"), COPIES)
     chosen = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(chosen) - set(names):
@@ -133,8 +133,8 @@ def main() -> None:
                 f"[{60 * arguments.minutes + time.monotonic() - deadline:4.0f} s] {name}",
                 flush=True,
             )
-            if name == TESTS:
-                run_tests(report, work, environment, deadline, arguments.rehearse)
+            if name in (TESTS, SMALL_TESTS):
+                run_tests(report, name, work / name, environment, deadline)
                 continue
             with suppress(Exception):  # before two threads of a rehearsal would both make it
                 bench()
@@ -177,11 +177,12 @@ def former_results(folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_tests(
-    report: Report, work: Path, environment: dict[str, str], deadline: float, is_rehearsal: bool
+    report: Report, name: str, work: Path, environment: dict[str, str], deadline: float
 ) -> None:
     import gpu_tests
 
-    entry = report.begin(TESTS)
+    entry = report.begin(name)
+    is_rehearsal = not report.results["machine"]["card"]
 
     def show(outcomes: list[dict[str, Any]]) -> None:
         entry["entries"] = outcomes
@@ -191,7 +192,8 @@ def run_tests(
         min(MAX_TEST_SECONDS, deadline - time.monotonic()),
         1 if is_rehearsal else NUM_JOBS,
     )
-    show(gpu_tests.run_tests(work, environment, seconds, num_jobs, show))
+    is_small = name == SMALL_TESTS
+    show(gpu_tests.run_tests(work, environment, seconds, num_jobs, show, is_small=is_small))
     entry["is_complete"] = all(
         outcome["outcome"] in ("passed", "failed", "skipped") for outcome in entry["entries"]
     )

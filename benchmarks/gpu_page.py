@@ -21,6 +21,10 @@ PEAKS = (
 """Dense bf16 operations per second by a part of the card's name, the most special first (NVIDIA's data sheets of H100,
 H200 and A100, whose larger figures "with sparsity" are halved). TF32 has half of each."""
 UNITS = {"gpt": ("tokens/s", 1024), "bert": ("samples/s", 1), "resnet": ("images/s", 1)}
+TESTS = {
+    "tests": "`pytest -m gpu tests/machinery` in the project's folder",
+    "tests-small": "`tests/machinery/test_gpu.py` in a small project, but for what `size=full` alone has",
+}
 LOSS_TOLERANCE = 0.05
 """Relative difference of final losses from the tuned loop's. Rounding in 16 bits and other kernels explain less."""
 
@@ -83,8 +87,8 @@ def markdown(results: dict[str, Any]) -> str:
     ]:
         blocks.append("\n".join(["| aim | measured | |", "|---|---:|---|", *aims]))
     for name in results["names"]:
-        if name == "tests" and name in rows:
-            blocks += _tests(rows[name])
+        if name in TESTS and name in rows:
+            blocks += _tests(name, rows[name])
         elif name in plan and name in rows:
             blocks += [
                 f"## {name}",
@@ -204,15 +208,15 @@ def _failures(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _tests(row: dict[str, Any]) -> Iterator[str]:
+def _tests(name: str, row: dict[str, Any]) -> Iterator[str]:
     outcomes = row["entries"]
     counts = {
         kind: sum(outcome["outcome"] == kind for outcome in outcomes)
         for kind in ("passed", "failed", "skipped")
     }
-    yield "## tests"
+    yield f"## {name}"
     words = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    what = f"`pytest -m gpu tests/machinery` in the project's folder, several at a time: {words}, of {len(outcomes)}."
+    what = f"{TESTS[name]}, several at a time: {words}, of {len(outcomes)}."
     yield f"{what} {_where(row)}"
     lines = ["| test | outcome | s |", "|---|---|---:|"]
     for outcome in outcomes:

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[1] / "{{cookiecutter.project_slug}}"
+ROOT = Path(__file__).resolve().parents[1]
 PART, LINES = "GPU_TESTS_PART", "GPU_TESTS_LINES"
 ALONE = "auto_takes or memory_another"
 """A pattern of tests that run first and alone: they ask whether the GPU is free."""
+ONLY_IN_FULL = "data_parallel or group_of_nccl or memory_that_runs_out"
+"""A pattern of tests of test_gpu.py that use what a small project does not have."""
 
 
 def run_tests(
@@ -30,15 +32,37 @@ def run_tests(
     seconds: float,
     num_jobs: int,
     show: Callable[[list[dict[str, Any]]], None],
+    *,
+    is_small: bool,
 ) -> list[dict[str, Any]]:
     """Run the tests for at most `seconds`, and call `show` with all outcomes so far when there are more.
 
+    is_small: those of test_gpu.py, in a small project that is made in `folder`.
+
     Each outcome has a label, an outcome (passed, failed, skipped, or cut off), seconds, and a reason.
     """
+    sys.path += [str(ROOT / "tests"), str(ROOT / "hooks")]
+    from small_suite import PROJECT, make_small_project
+
     deadline, done = time.monotonic() + seconds, list[dict[str, Any]]()
+    folder.mkdir()
+    project, without = PROJECT, ""
+    if is_small:
+        project, without = make_small_project(folder / "small"), f" and not ({ONLY_IN_FULL})"
+    # others may import what this machine or a small project lacks
+    names = "test_gpu.py" if without else "test_*.py"
+    paths_of_tests = sorted(project.glob(f"tests/machinery/{names}"))
+    files = [path for path in paths_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
     for number, (chosen, jobs) in enumerate(((ALONE, 1), (f"not ({ALONE})", num_jobs))):
         parts = [
-            _start(folder / f"tests_{number}_{job}", environment, chosen, f"{job}/{jobs}")
+            _start(
+                project,
+                files,
+                folder / f"tests_{number}_{job}",
+                environment,
+                f"({chosen}){without}",
+                f"{job}/{jobs}",
+            )
             for job in range(jobs)
         ]
         former, found = done, list[dict[str, Any]]()
@@ -74,7 +98,12 @@ def run_tests(
 
 
 def _start(
-    folder: Path, environment: dict[str, str], chosen: str, part: str
+    project: Path,
+    files: list[Path],
+    folder: Path,
+    environment: dict[str, str],
+    chosen: str,
+    part: str,
 ) -> tuple[subprocess.Popen[bytes], Path]:
     folder.mkdir()
     paths = os.pathsep.join(
@@ -95,13 +124,10 @@ def _start(
         "-k",
         chosen,
     ]
-    # others may import what this machine lacks
-    paths_of_tests = sorted(PROJECT.glob("tests/machinery/test_*.py"))
-    files = [path for path in paths_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
     with (folder / "output.txt").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, *map(str, files)],
-            cwd=PROJECT,
+            cwd=project,
             env=os.environ | environment | own,
             stdin=subprocess.DEVNULL,
             stdout=output,

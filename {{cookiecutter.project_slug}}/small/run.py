@@ -138,4 +138,6 @@ if __name__ == "__main__":
     for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
         if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
             signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
-    end_process(main(sys.argv[1:]), is_rank="RANK" in os.environ)
+    code = main(sys.argv[1:])
+    # After an error on a GPU, CUDA would abort a process that ends in the normal way.
+    end_process(code, is_rank="RANK" in os.environ or code == 1)

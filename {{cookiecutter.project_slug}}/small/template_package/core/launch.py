@@ -74,11 +74,14 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
     else:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
         chosen = _free(gpus, line, number)
+        found = f"found {len(chosen)} of {len(gpus)} GPUs that no other user or run computes on"
+        found += ", with launch.min_free_memory_gib free"
+        remedy = "Wait, share (launch.share_gpus=true), or set device_ids=cpu,cpu"
         if len(chosen) < number and (chosen or wanted != "auto"):
-            remedy = "Ask for fewer, share (launch.share_gpus=true), or set device_ids=cpu,cpu"
-            found = f"{len(chosen)} of {len(gpus)} GPUs can be taken"
-            raise ConfigError(f"device_ids={wanted}: {found}, and {number} are needed. {remedy}.")
+            raise ConfigError(f"device_ids={wanted}: {number} are needed, and {found}. {remedy}.")
         if not chosen:
+            if gpus:
+                print(f"{found}: computing on the CPU. {remedy}.", flush=True)
             return Devices(["cpu"] * (number or 1))
     visible = [*dict.fromkeys(chosen)]
     names = [f"cuda:{visible.index(gpu)}" for gpu in chosen]
