@@ -1,4 +1,4 @@
-"""Measures the memory of ranks under FSDP and while a checkpoint is loaded. Writes benchmarks/RESULTS-MEMORY.md.
+"""Measures the memory of ranks under FSDP and in each phase of a run. Writes benchmarks/RESULTS-MEMORY.md.
 
 python benchmarks/memory.py    # from the repository's root folder; takes 1 minute and needs all that `make` installs
 """
@@ -35,7 +35,8 @@ def _count(model, forward):
     """Print the bytes of whole weights that outlive forward, and of whole gradients that a micro-batch left behind."""
     import gc
 
-    shapes = {tuple(p.shape) for p in model.parameters() if p.ndim > 1}
+    # the table of 24 positions has the shape of a block's activations
+    shapes = {tuple(p.shape) for p in model.parameters() if p.ndim > 1 and p.shape[0] > 24}
     shapes |= {shape[::-1] for shape in shapes}
     saved = {}
 
@@ -62,22 +63,57 @@ def _count(model, forward):
         print(f"whole weights {weights / size:.3f}, whole gradients {sum(gradients.values()) / size:.3f}")
     return outputs
 '''
-OF_LOADING = '''
+OF_PHASES = """
 
-def _measured(function):
-    """Print the bytes that the call held at its peak, above what it keeps."""
-    import os, resource
+def _resident():
+    # without the pages of mapped files: the system takes those back when it needs room
+    lines = open("/proc/self/status").read().split("RssAnon:")
+    return int(lines[1].split()[0]) * 1024
 
-    def call(*arguments):
-        result = function(*arguments)
-        kept = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        print(f"held for a moment: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - kept}", flush=True)
+
+class _Peak:
+    def __enter__(self):
+        import threading
+
+        self.peak, self._is_over = _resident(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._is_over.wait(0.002):
+            self.peak = max(self.peak, _resident())
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+
+
+_counts = {}
+
+
+def _measured(function, phase):
+    def call(*arguments, **options):
+        if phase == "building":
+            global _at_start
+            _at_start = _resident()
+        with _Peak() as measured:
+            result = function(*arguments, **options)
+        _counts[phase] = _counts.get(phase, 0) + 1
+        shown = phase if phase != "save" else "first save" if _counts[phase] == 1 else "later save"
+        print(f"phase {shown}: {measured.peak - _at_start}", flush=True)
         return result
 
     return call
 
 
-'''
+Trainer.__init__ = _measured(Trainer.__init__, "building")
+Trainer.resume = _measured(Trainer.resume, "resume")
+Trainer.train_step = _measured(Trainer.train_step, "step")
+Trainer.save = _measured(Trainer.save, "save")
+Trainer.evaluate = _measured(Trainer.evaluate, "evaluation")
+Trainer.finish = _measured(Trainer.finish, "end of the run")
+"""
 
 
 def run(project: Path, *words: str) -> list[str]:
@@ -124,39 +160,32 @@ def measure_steps(project: Path) -> list[str]:
     return rows
 
 
-def measure_loading(project: Path) -> tuple[float, list[str]]:
-    """Return a checkpoint's size in MB, and table rows of the extra memory of each rank while a command loads it."""
-    package, size = (
-        project / "ddp_experiment",
-        ["model.hidden_size=512", "model.num_layers=6", "name=loading"],
-    )
-    run(project, *size, "training.max_steps=1", *COMMON)
-    checkpoint = project / "runs/loading/checkpoints/step_00000001.pt"
-    num_bytes = checkpoint.stat().st_size
-    for path, name in (("trainer.py", "Trainer.resume"), ("commands/evaluate.py", "restore")):
-        text = (package / path).read_text(encoding="utf-8")
-        (package / path).write_text(
-            f"{text}{OF_LOADING}{name} = _measured({name})\n", encoding="utf-8"
-        )
+PHASES = ("building", "step", "first save", "later save", "evaluation", "end of the run", "resume")
+
+
+def measure_phases(project: Path) -> tuple[float, list[str]]:
+    """Return the weights' size in MB, and a row for each phase: the peak of each rank, in multiples of that size."""
+    trainer = project / "ddp_experiment" / "trainer.py"
+    trainer.write_text(trainer.read_text(encoding="utf-8") + OF_PHASES, encoding="utf-8")
+    size = ["model.hidden_size=512", "model.num_layers=9", "training.precision=fp32"]
+    others = [*COMMON, "checkpoint.every_steps=1", "evaluation.every_steps=2"]
+    peaks: dict[tuple[str, str, int], float] = {}
+    num_bytes = 0
+    for strategy in ("ddp", "fsdp"):
+        words = [*size, *others, f"strategy={strategy}", f"name={strategy}"]
+        for number_of_steps in (3, 4):  # the second run goes on
+            logs = run(project, *words, f"training.max_steps={number_of_steps}")
+        num_bytes = (project / f"runs/{strategy}/model.safetensors").stat().st_size
+        for rank, log in enumerate(logs):
+            for phase, value in re.findall(r"^phase (.+): (-?\d+)$", log, re.MULTILINE):
+                key = phase, strategy, rank
+                peaks[key] = max(peaks.get(key, 0.0), int(value) / num_bytes)
+    places = [(strategy, rank) for strategy in ("ddp", "fsdp") for rank in (0, 1)]
     rows = []
-    commands = {
-        "a run is continued": [*size, "training.max_steps=2", *COMMON],
-        "`run.py evaluate`": [
-            "evaluate",
-            "name=loading",
-            "evaluation.checkpoint=last",
-            "evaluation.max_batches=2",
-        ],
-    }
-    for label, words in commands.items():
-        for strategy in ("ddp", "fsdp"):
-            logs = run(project, *words, f"strategy={strategy}", *(COMMON[:1]))
-            held = [
-                max(0, int(log.rpartition("held for a moment: ")[2].split()[0])) / num_bytes
-                for log in logs
-            ]
-            rows.append(f"| {label}, {strategy} | {held[0]:.2f} | {held[1]:.2f} |")
-            print(rows[-1], flush=True)
+    for phase in PHASES:
+        values = " | ".join(f"{peaks[phase, *place]:.2f}" for place in places)
+        rows.append(f"| {phase} | {values} |")
+        print(rows[-1], flush=True)
     return num_bytes / 1e6, rows
 
 
@@ -167,7 +196,7 @@ def main() -> None:
         template = baking.export_template(Path(folder) / "template")
         project = baking.bake(template, Path(folder), example="gpt")
         steps = measure_steps(project)
-        size, loading = measure_loading(project)
+        size, phases = measure_phases(project)
     text = f"""# What ranks hold in memory
 
 `make memory` wrote this page. It trains the model of `example=gpt` on two gloo ranks.
@@ -183,14 +212,15 @@ gradients: its buckets, and those of the first micro-batch, which are not reduce
 |---|---:|---:|
 {chr(10).join(steps)}
 
-## When a checkpoint is loaded
+## In each phase of a run
 
-Six layers, 512 wide, a checkpoint of {size:.0f} MB. Counted: the peak of the process's resident memory while it loads, above what it keeps afterwards, in
-multiples of the checkpoint. The other ranks get one tensor at a time from rank 0. `evaluate` needs no optimizer state.
+Nine layers, 512 wide, fp32, AdamW: weights of {size:.0f} MB. Counted: the peak of each rank's memory in that phase, above what it held before it built the model, in
+multiples of the weights' size; without the pages of mapped files, which the system takes back when it needs room. On CPU ranks: with GPUs, what a rank
+holds at rest and in a step is in the GPU's memory. A checkpoint holds 3 (weights and AdamW's two averages). `resume` is of a run that goes on.
 
-| | rank 0 | rank 1 |
-|---|---:|---:|
-{chr(10).join(loading)}
+| | ddp, rank 0 | ddp, rank 1 | fsdp, rank 0 | fsdp, rank 1 |
+|---|---:|---:|---:|---:|
+{chr(10).join(phases)}
 
 Measured on {date.today()}, Python {platform.python_version()}, torch {torch.__version__}, two cores.
 """  # noqa: E501

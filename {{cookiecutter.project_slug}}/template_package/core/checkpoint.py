@@ -125,7 +125,8 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word
             if file.testzip() is not None:
                 raise ValueError("its bits have changed")
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        # Its tensors are read from the file when they are used: none is held in memory before.
+        state: dict[str, Any] = torch.load(path, "cpu", mmap=True, weights_only=True)
         if dict(state).get("format_version") != FORMAT_VERSION:
             raise ValueError(f"it is no checkpoint of this project's format {FORMAT_VERSION}")
     except Exception as error:  # a damaged file may fail anywhere

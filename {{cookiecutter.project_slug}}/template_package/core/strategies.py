@@ -203,6 +203,8 @@ class Strategy:
             for parameter, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(name, {})
                 own = apply_to_collection(own, Tensor, receive, self.rank, parameter)
+                # not part of the file: a mapped one takes up disk as long as it is used
+                own = apply_to_collection(own, Tensor, torch.clone)
                 if isinstance(own.get("step"), Tensor) and not is_on_device:
                     own["step"] = own["step"].cpu()
                 if own:
