@@ -17,7 +17,7 @@ from small_suite import make_small_project
 
 CASES = "any_dtype or share_memory or lazy_layers or no_memory or eval_mode or no_tensor"
 CASES += " or draws_from or told_and_change or mixed_dtypes or closure"
-CASES += " or gathers_unequal or plain_script"
+CASES += " or gathers_unequal or plain_script or mean_loss"
 
 
 @pytest.mark.slow

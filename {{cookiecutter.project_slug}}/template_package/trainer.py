@@ -5,6 +5,7 @@ training/ has the trainer's helpers, for example for checkpoints, evaluation, an
 """
 
 import logging
+import math
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -75,7 +76,7 @@ class Trainer:
                 all_steps,
             )
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
-        self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
+        self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         # again: building the data sets may have drawn, and not alike on all ranks
         seed_generators(config.seed)
         with context.local_rank_first("model"):
@@ -233,7 +234,7 @@ class Trainer:
         call_after_step(self.task, self.strategy, config.seed, progress.step, self.tracking)
         if self.average is not None:
             self.average.update(progress.step)
-        self.losses.append((sums["loss"], progress.step))
+        self.losses.append((sums["loss"], progress.step, progress.batch_size))
         if self.profiler is not None:
             self.profiler.step()
         is_first, every = self.startup_seconds is None, config.training.check_replicas_every_steps
@@ -250,14 +251,18 @@ class Trainer:
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Log the step's figures, averaged over ranks. Not every step is logged, since logging waits for the device."""
-        check_finite(self.losses, self.context)
         progress = self.progress
+        check_finite(self.losses, progress, self.context)
         values = (
             all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype))
             / self.context.world_size
         )
         record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
         record |= dict(zip(sums, values.tolist(), strict=True))
+        if progress.is_epoch_end:
+            mean, progress.loss_sum = progress.loss_sum / progress.epoch_size, 0.0
+            if not math.isnan(mean):
+                record["epoch_loss"] = mean
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
         record["samples_per_second"] = self.clock.samples_per_second(progress.num_samples_seen)
         if gradient_norm is not None:
@@ -268,7 +273,7 @@ class Trainer:
         """Evaluate the model on the validation split, and save best.pt if the result is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            check_finite(self.losses, self.context)
+            check_finite(self.losses, progress, self.context)
             with self.average.swapped_in() if self.average is not None else nullcontext():
                 values = self.evaluator.run(
                     self.strategy, lambda: not stop.allows(), self.tracking.log(progress.step)
@@ -292,8 +297,8 @@ class Trainer:
         with self.clock.paused():
             # A finite loss may have had a gradient that is not, so look at the weights too.
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
-            self.losses.append((norm.to(self.context.device), self.progress.step))
-            check_finite(self.losses, self.context)
+            self.losses.append((norm.to(self.context.device), self.progress.step, 0))
+            check_finite(self.losses, self.progress, self.context)
             state = collect_state(
                 self.strategy, self.progress, self.config, self.average, self.loader.cursor
             )

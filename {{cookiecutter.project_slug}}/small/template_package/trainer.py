@@ -59,6 +59,7 @@ class Progress:
     step: int = 0
     epoch: int = 0  # completed
     position: int = 0  # samples of the present epoch already seen
+    loss_sum: float = 0.0  # of its steps' losses, each times its samples
     best: dict[str, Any] | None = None  # {evaluation.metric: value, "step": step}
     is_evaluation_pending: bool = False  # due after this step, and not ended
 
@@ -97,7 +98,7 @@ class Trainer:
         self.total_steps = min(steps, training.max_steps or steps)
         self.progress = Progress()
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
-        self.losses: list[tuple[Tensor, int]] = []  # (loss, its step) since the last check_finite()
+        self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         self.startup_seconds: float | None = None
         seed_generators(config.seed)  # building the data sets may have drawn
         with rank.local_rank_first("model"):
@@ -163,7 +164,10 @@ class Trainer:
 
                 sums, gradient_norm = self.train_step(is_logged or is_last)
 
-                self.losses.append((sums["loss"], progress.step))
+                size = self.loader.global_batch_size
+                if progress.position == 0:
+                    size = self.loader.num_samples % size or size
+                self.losses.append((sums["loss"], progress.step, size))
                 if is_first:
                     self.startup_seconds = time.time() - started_at
                     check_replicas(self.strategy, progress.step, self.rank)
@@ -223,11 +227,15 @@ class Trainer:
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Log the step's means over all ranks. It waits for the device, so not in every step."""
-        check_finite(self.losses, self.rank)
         progress = self.progress
+        check_finite(self.losses, progress, self.rank)
         totals = all_reduce(torch.stack([*sums.values()]).to(self.rank.sum_dtype))
         record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
         record |= dict(zip(sums, (totals / self.rank.world_size).tolist(), strict=True))
+        if progress.position == 0:
+            mean, progress.loss_sum = progress.loss_sum / self.loader.num_samples, 0.0
+            if not math.isnan(mean):
+                record["epoch_loss"] = mean
         record["learning_rate"] = self.strategy.optimizer.param_groups[0]["lr"]
         record["samples_per_second"] = self.clock.samples_per_second(self.num_samples_seen)
         if gradient_norm is not None:
@@ -238,7 +246,7 @@ class Trainer:
         """Evaluate the validation split, and save best.pt if the result is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            check_finite(self.losses, self.rank)
+            check_finite(self.losses, progress, self.rank)
             log = Log(self.tracking, progress.step)
             values = self.evaluator.run(self.strategy, stop.code, log)
             if progress.best is None:
@@ -258,8 +266,8 @@ class Trainer:
             state = self.strategy.state_dict()  # first: FSDP drops what evaluation left gathered
             # A finite loss may have had a gradient that is not, so look at the weights too.
             weights = [w.detach().float() for w in self.strategy.module.parameters()]
-            self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step))
-            check_finite(self.losses, self.rank)
+            self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step, 0))
+            check_finite(self.losses, self.progress, self.rank)
             states = gather_objects(pack(get_random_states(self.rank.device)))
             stop.beat()
             if states is not None:
@@ -267,6 +275,7 @@ class Trainer:
                 own["early_stopping"] = {  # the name of the format, which size=full shares
                     "num_samples": self.loader.plan.num_samples,
                     "is_evaluation_pending": own.pop("is_evaluation_pending"),
+                    "loss_sum": own.pop("loss_sum"),
                 }
                 own["random_states"] = [unpack(content) for content in states]
                 own |= {"format_version": FORMAT_VERSION, "config": to_dict(self.config)}
@@ -292,6 +301,8 @@ class Trainer:
             progress.step, progress.epoch = state["step"], state["epoch"]
             progress.position, progress.best = state["position"], state["best"]
             progress.is_evaluation_pending = counts.get("is_evaluation_pending", False)
+            # unknown if another run, or an older version, began the epoch
+            progress.loss_sum = counts.get("loss_sum", math.nan if progress.position else 0.0)
             if is_of_other_run and self.is_complete:
                 problem = (
                     f"it has done step {progress.step}, and this run ends at {self.total_steps}"

@@ -1,6 +1,7 @@
 """What makes a run trustworthy: the model is tried before step 1, replicas and losses are compared."""
 
 import logging
+import math
 from itertools import chain
 from typing import Any
 
@@ -188,13 +189,16 @@ def saved_shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: buffer.shape for name, buffer in module.named_buffers() if name in saved}
 
 
-def check_finite(losses: list[tuple[Tensor, int]], rank: Rank) -> None:
-    """Raise FailureError on all ranks if a loss is not finite. Empty the list of (loss, step)."""
+def check_finite(losses: list[tuple[Tensor, int, int]], progress: Any, rank: Rank) -> None:
+    """Raise FailureError on all ranks if a loss is not finite, else add them to progress.loss_sum.
+
+    Each is (this rank's part of a step's loss, its step, its samples). The list is empty afterwards.
+    """
     if losses:
-        finite = torch.stack([value for value, _ in losses]).isfinite().int()
-        all_reduce(finite, dist.ReduceOp.MIN)
-        for (_, step), is_finite in zip(losses, finite.tolist(), strict=True):
-            if not is_finite:
+        values = torch.stack([value for value, *_ in losses]).to(rank.sum_dtype)
+        for total, (_, step, size) in zip(all_reduce(values).tolist(), losses, strict=True):
+            progress.loss_sum += size * total / rank.world_size
+            if not math.isfinite(total):
                 problem = f"the loss of step {step}, or its gradient, is not finite"
                 remedy = "Look for a NaN in the samples or a mean over nothing, lower optimizer.learning_rate, or clip"
                 raise FailureError(f"{problem}. {remedy}. The last checkpoint is sound.")

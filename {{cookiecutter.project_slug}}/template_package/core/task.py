@@ -24,6 +24,7 @@ RESERVED = {
     "step",
     "epoch",
     "loss",
+    "epoch_loss",
     "learning_rate",
     "samples_per_second",
     "gradient_norm",

@@ -29,6 +29,7 @@ class Progress:
     num_stale: int = 0
     num_drops: int = 0  # of the learning rate so far (schedule.name=plateau)
     is_evaluation_pending: bool = False  # an evaluation is due after this step and has not ended
+    loss_sum: float = 0.0  # of this epoch's steps, each times its samples
 
     def count_step(self) -> None:
         """Count one more optimizer step and its samples. The last global batch of an epoch can have fewer samples."""
@@ -41,6 +42,12 @@ class Progress:
     def epoch_size(self) -> int:
         """Return how many samples an epoch trains on."""
         return self.num_samples - self.drop_last * (self.num_samples % self.global_batch_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Return how many samples the most recent step had."""
+        size = self.global_batch_size
+        return self.epoch_size % size or size if self.is_epoch_end else size
 
     @property
     def is_epoch_end(self) -> bool:
@@ -108,6 +115,8 @@ class Progress:
         self.step, self.epoch, self.position, self.best = (
             state[key] for key in ("step", "epoch", "position", "best")
         )
+        # unknown if another run, or an older version, began the epoch
+        self.loss_sum = 0.0 if self.is_epoch_end else math.nan
         vars(self).update(state["early_stopping"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,15 +208,16 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
 
 
 def test_first_step_that_was_not_finite_is_named() -> None:
-    losses = [(torch.tensor(1.0), 1), (torch.tensor(2.5), 2)]
-    check_finite(losses, RankContext())
-    assert losses == []
+    progress = SimpleNamespace(loss_sum=0.0)
+    losses = [(torch.tensor(1.0), 1, 16), (torch.tensor(2.5), 2, 3)]
+    check_finite(losses, progress, RankContext())
+    assert losses == [] and progress.loss_sum == 1.0 * 16 + 2.5 * 3
     losses = [
-        (torch.tensor(value), step)
+        (torch.tensor(value), step, 16)
         for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))
     ]
     with pytest.raises(FailureError, match="the loss of step 3,"):
-        check_finite(losses, RankContext())
+        check_finite(losses, progress, RankContext())
 
 
 @pytest.mark.parametrize(

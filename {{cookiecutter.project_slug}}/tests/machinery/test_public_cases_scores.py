@@ -405,3 +405,31 @@ def test_loss_that_gathers_unequal_last_shares_ends_before_the_first_step(projec
     assert not (project.directory("run") / "metrics.jsonl").exists()
     project.run("name=equal", *words, "data.num_samples=22")
     assert len(project.lines("equal")) == 3
+
+
+def test_mean_loss_of_an_epoch_counts_each_sample_once_wherever_it_was_begun(
+    project: Project,
+) -> None:
+    """An epoch's last batch may be small: its loss alone said 1.3 where the epoch's mean was 2.9."""
+    sizes, one = (16, 16, 3), "device_ids=cpu"
+    words = ("data.num_samples=35", "training.epochs=3", "checkpoint.every_steps=1")
+    project.run("name=run", one, *words)
+    lines = project.lines("run")
+    for epoch in (0, 3, 6):
+        steps = lines[epoch : epoch + 3]
+        wanted = sum(size * line["loss"] for size, line in zip(sizes, steps, strict=True)) / 35
+        assert steps[2]["epoch_loss"] == pytest.approx(wanted, rel=1e-12)
+        assert "epoch_loss" not in steps[0] | steps[1]
+    project.rewind("run", 5, "same")
+    project.run("name=same", one, *words)
+    assert project.lines("same") == lines
+    project.rewind("run", 4, "ranks")
+    project.run("name=ranks", "device_ids=cpu,cpu", *words)
+    assert project.lines("ranks")[5]["epoch_loss"] == pytest.approx(lines[5]["epoch_loss"])
+    project.rewind("run", 4, "older")
+    state = project.checkpoint("older", 4)
+    del state["early_stopping"]["loss_sum"]  # a file of version 0.2
+    torch.save(state, project.directory("older") / "checkpoints" / "step_00000004.pt")
+    project.run("name=older", one, *words)
+    assert "epoch_loss" not in project.lines("older")[5]
+    assert project.lines("older")[8] == lines[8]
