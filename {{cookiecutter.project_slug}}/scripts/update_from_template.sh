@@ -124,7 +124,7 @@ if names:
         for key in old
         if re.match(rf"({'|'.join(decisive)})([.]|$)", key) and new.get(key, old[key]) != old[key] == own.get(key, old[key])
     ]
-    print(f"{len(names)} unfinished runs: {', '.join(names[:9])}{', …' if names[9:] else ''}")
+    print(f"unfinished runs ({len(names)}): {', '.join(names[:9])}{', …' if names[9:] else ''}")
     if changes:
         print(f"  The update changes {'; '.join(changes)}. A run that reads them with the former values will be refused.")
         print("  Let these runs end first, or write the former values into config.yaml afterwards.")
