@@ -31,7 +31,7 @@ ONLY_WITH = {
 """{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
 IN_BOTH_SIZES = re.compile(
     r"[^/]+|\.\w+/.+"  # the files of the top folder, and those for CI, containers and editors
-    r"|template_package/(__init__|dataset|errors|files|model|tracking/(?!__init__)\w+)\.py"
+    r"|template_package/(__init__|dataset|errors|files|model|policy|tracking/(?!__init__)\w+)\.py"
     r"|template_package/core/(__init__|checkpoint|checks|config|data|evaluation|global_batch|optimizer|processes|random_states|ranks|settings|smoke|strategies|task)\.py"
     r"|scripts/(multi_node|torchrun|update_from_template)\.sh"
     r"|tests/(test_|workload/)(dataset|model)\.py"
@@ -40,6 +40,8 @@ IN_BOTH_SIZES = re.compile(
 SETTINGS = {"size": "full", "smoke_test": "skip"}
 """What bake() answers unless a test says otherwise. Most tests are about what only the full size has."""
 FOREIGN = (
+    "DDP_CONFIG",
+    "DDP_POLICY",
     "DDP_TEMPLATE_",
     "CONDA_",
     "VIRTUAL_ENV",
@@ -109,9 +111,12 @@ def run_cookiecutter(
 
 
 def plain_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment, without the variables that the hook or pytest reads, and with `changes`."""
+    """Return this process's environment, without the variables that the hook or pytest reads, and with `changes`.
+
+    A policy of the fork is not asked.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-    return kept | dict(changes or {})
+    return kept | {"DDP_POLICY": "off"} | dict(changes or {})
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

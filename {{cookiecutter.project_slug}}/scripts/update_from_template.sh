@@ -10,7 +10,8 @@
 #
 # It makes the project twice in a temporary folder, by the old and by the new version, with the answers of .template.json,
 # and applies the difference with `git apply -3`. Your own changes stay; where both sides changed the same lines, git shows
-# a conflict. What you have deleted stays deleted. Look at `git diff HEAD` and commit; `git reset --hard` undoes it all.
+# a conflict. What you have deleted stays deleted. Before it changes anything, it says which unfinished runs in runs/ (or
+# DDP_RUNS_FOLDER) an update may keep from going on. Look at `git diff HEAD` and commit; `git reset --hard` undoes it all.
 #
 # Needs git and cookiecutter (or uvx or pipx, which fetch it). The template's hooks run on this machine.
 set -euo pipefail
@@ -78,6 +79,58 @@ bake() {
   "${commit[@]}" add --all --force
   "${commit[@]}" -c user.name=template -c user.email=template -c commit.gpgsign=false -c core.hooksPath=/dev/null \
     commit --quiet --allow-empty --message="$2"
+}
+
+# Tells of unfinished runs, and of the defaults of config.yaml that decide what a run computes, that differ between the
+# two versions, and that the project has not set otherwise.
+tell_of_runs() {
+  "${PYTHON:-python3}" - "$work" <<'PYTHON'
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+
+def values(path):
+    """Return {key: text} of a config.yaml, with keys such as training.epochs."""
+    found, section = {}, ""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if match := re.match(r"( *)(\w+):(.*?)(?: +#.*)?$", line):
+            section = section if match[1] else f"{match[2]}."
+            if value := match[3].strip():
+                found[section + match[2] if match[1] else match[2]] = value
+    return found
+
+
+def is_unfinished(run):
+    try:
+        return json.loads((run / "summary.json").read_bytes())["status"] == "stopped"
+    except (OSError, ValueError, KeyError):  # killed, or still at work
+        return any(run.glob("checkpoints/*.pt"))
+
+
+folder = Path(os.environ.get("DDP_RUNS_FOLDER") or "runs")
+runs = (path.parent for path in folder.glob("**/checkpoints"))
+names = sorted(str(run.relative_to(folder)) for run in runs if is_unfinished(run))
+if names:
+    (old,), (new,) = (Path(sys.argv[1], name).glob("*/config.yaml") for name in ("old", "new"))
+    (checkpoint,) = new.parent.glob("*/core/checkpoint.py")
+    decisive = re.search(r"^DECISIVE = \(([^)]*)\)", checkpoint.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    decisive = tuple(re.findall(r'"([\w.]+)"', decisive))
+    old, new, own = values(old), values(new), values(Path("config.yaml"))
+    changes = [
+        f"{key}: {old[key]} -> {new[key]}"
+        for key in old
+        if re.match(rf"({'|'.join(decisive)})([.]|$)", key) and new.get(key, old[key]) != old[key] == own.get(key, old[key])
+    ]
+    print(f"unfinished runs ({len(names)}): {', '.join(names[:9])}{', …' if names[9:] else ''}")
+    if changes:
+        print(f"  The update changes {'; '.join(changes)}. A run that reads them with the former values will be refused.")
+        print("  Let these runs end first, or write the former values into config.yaml afterwards.")
+    else:
+        print("  The update changes no default that would refuse them.")
+PYTHON
 }
 
 if [[ ${1:-} == --check ]]; then
@@ -173,6 +226,7 @@ if [[ ${CHECKED:-} ]]; then
   exit
 fi
 
+tell_of_runs
 # `git apply -3` merges three files, so it needs the old ones here.
 git -c gc.auto=0 fetch --quiet --no-tags --no-write-fetch-head "$work/versions" HEAD
 prefix=$(git rev-parse --show-prefix)

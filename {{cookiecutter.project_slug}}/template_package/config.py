@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from .core import config as core
-from .core.config import BelowOne, build_config, differing_keys
+from .core.config import BelowOne, build_config, differing_keys, unread_keys
 from .core.settings import read_command_line
 from .core.task import Task
 from .errors import one_line
@@ -67,11 +67,15 @@ class FsdpConfig:
 class ScheduleConfig(core.ScheduleConfig):
     name: ScheduleName = "cosine"  # type: ignore[assignment]  # wider than core's
     # for step: fractions of the run
-    milestones: list[BelowOne] = field(default_factory=[0.5, 0.75].copy)
+    milestones: list[BelowOne] = field(
+        default_factory=[0.5, 0.75].copy, metadata={"schedules": "step"}
+    )
     # for step and plateau: factor of each drop
-    decay_factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+    decay_factor: Annotated[float, Field(gt=0, le=1)] = field(
+        default=0.1, metadata={"schedules": "step plateau"}
+    )
     # for plateau: evaluations without a better metric that are tolerated before a drop
-    patience: NonNegativeInt = 3
+    patience: NonNegativeInt = field(default=3, metadata={"schedules": "plateau"})
 
 
 @dataclass
@@ -143,7 +147,6 @@ def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
     schedule, evaluation = config.schedule.name, config.evaluation
     is_evaluated = evaluation.every_epochs or evaluation.every_steps
     section = config.strategy if hasattr(config, config.strategy) else "ddp"
-    chosen = f"schedule.name={schedule}"
     rules = (
         (
             "schedule[.]",
@@ -155,10 +158,7 @@ def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
             task.build_optimizer is not None,
             "build_optimizer() in model.py may ignore it",
         ),
-        ("schedule[.]milestones", schedule != "step", chosen),
-        ("schedule[.]decay_factor", schedule not in ("step", "plateau"), chosen),
-        ("schedule[.]patience", schedule != "plateau", chosen),
-        ("schedule[.]min_learning_rate", schedule in ("constant", "one_cycle"), chosen),
+        ("|".join(unread_keys(config)), True, f"schedule.name={schedule}"),
         (
             "schedule[.]name=plateau|training[.]early_stopping",
             not is_evaluated,

@@ -19,6 +19,19 @@ def run_directory(name: str) -> Path:
     return Path(os.environ.get(RUNS_FOLDER, "runs")) / name
 
 
+def template_facts() -> dict[str, Any] | None:
+    """Return the url, version and commit of this project's template, as far as its file says them."""
+    for name in (".template.json", ".cruft.json"):
+        with suppress(Exception):  # a damaged file must not end a run
+            facts = json.loads((Path(__file__).parents[1] / name).read_bytes())
+            return {
+                "url": facts["template"],
+                "version": facts.get("version"),  # cruft knows none
+                "commit": facts["commit"],
+            }
+    return None
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content` as indented JSON. If writing fails, the old file stays intact."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"

@@ -309,7 +309,8 @@ class Trainer:
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one."""
         wanted = self.config.checkpoint.resume
-        options: Any = {"is_restart": self.context.attempt > 0}
+        num_devices = self.context.world_size * len(self.context.devices)
+        options: Any = {"is_restart": self.context.attempt > 0, "num_devices": num_devices}
         options["remedy"] = (
             f"Put them back; or take the weights alone: checkpoint.initial_weights={wanted}"
         )

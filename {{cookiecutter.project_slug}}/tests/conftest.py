@@ -23,6 +23,7 @@ WORKLOAD = Path(__file__).parent / "workload"
 TIMEOUT_SECONDS = 120.0
 # torch asks the name service who is at the other end of each connection: an answer that is lost costs 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+os.environ.update(DDP_POLICY="off", DDP_CONFIG="")  # rules and settings of a lab
 
 # Every setting that the tests rely on. The defaults in code may be changed.
 SETTINGS = """

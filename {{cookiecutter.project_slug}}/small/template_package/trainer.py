@@ -284,7 +284,8 @@ class Trainer:
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one. Refuse one of another model or data."""
         is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        state = read_once(partial(find_run, self.config, self.checkpoints, is_restart=is_restart))
+        run = self.config, self.checkpoints, self.rank.world_size
+        state = read_once(partial(find_run, *run, is_restart=is_restart))
         config, progress, own_name = self.config, self.progress, f"name={self.config.name}"
         if state:
             is_of_other_run = state.pop("is_of_other_run", False)

@@ -17,6 +17,7 @@ from template_package.core.settings import read_command_line
 
 ROOT, PACKAGE = Path(__file__).parents[1], "template_package"
 TIMEOUT_SECONDS = 120.0
+os.environ.update(DDP_POLICY="off", DDP_CONFIG="")  # rules and settings of a lab
 SETTINGS = """
 name: run
 device_ids: cpu

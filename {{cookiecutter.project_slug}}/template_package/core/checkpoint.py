@@ -13,6 +13,8 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, one_line
 from ..files import write_whole
-from .config import Config, all_keys, differing_keys
+from .config import Config, all_keys, differing_keys, unread_keys
 from .ranks import from_main, pack, unpack
 
 FORMAT_VERSION = 1
@@ -32,7 +34,8 @@ DECISIVE = (
     "model", "data", "optimizer", "schedule", "seed",
     "training.global_batch_size", "training.drop_last", "training.precision",
 )  # fmt: skip
-"""Keys that must not change when a run continues, unless their field says decisive=False."""
+"""Keys that must not change when a run continues, unless their field says decisive=False or other
+schedules."""
 CONTINUE = "Put them back to continue, or choose another name=… (checkpoint.resume=PATH begins it from here)"
 logger = logging.getLogger(__name__)
 
@@ -155,6 +158,7 @@ def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def find_run(
     config: Config,
     checkpoints: CheckpointFolder,
+    num_devices: int,
     *,
     is_restart: bool = False,
     remedy: str = CONTINUE,
@@ -178,12 +182,29 @@ def find_run(
     if weights.exists():
         problem = f"name={config.name}: a new run would replace {weights}"
         raise ConfigError(f"{problem}. Choose another name=…")
+    check_policy(config, num_devices)
     if wanted in ("auto", "never"):
         return {}
     source = "checkpoint.resume="
     state = load_checkpoint(Path(wanted), source)
     check_same(state["config"], config, ("optimizer.name", "model"), source + wanted, remedy)
     return state | {"is_of_other_run": True}
+
+
+def check_policy(config: Config, num_devices: int) -> None:
+    """Raise ConfigError if policy.py, a file that a lab may add, refuses this new run.
+
+    With DDP_POLICY=off it is not asked. It is a rule among colleagues, and no lock.
+    """
+    name = f"{__name__.partition('.')[0]}.policy"
+    if os.environ.get("DDP_POLICY") == "off" or not find_spec(name):
+        return
+    try:
+        answer = import_module(name).refuse(config, num_devices)
+    except Exception as error:
+        answer = f"policy.py: refuse(config, num_devices) fails ({one_line(repr(error))}). Mend it."
+    if answer:
+        raise ConfigError(answer)
 
 
 def recount(state: dict[str, Any], num_samples: int, global_batch_size: int) -> dict[str, Any]:
@@ -217,8 +238,8 @@ def check_same(
     remedy: str = CONTINUE,
 ) -> None:
     """Raise ConfigError if the configs differ in `keys`. A section such as `model` means its keys."""
-    known = all_keys(type(config)).items()
-    fixed = [key for key, item in known if item.metadata.get("decisive", True)]
+    known, unread = all_keys(type(config)).items(), unread_keys(config)
+    fixed = [key for key, item in known if item.metadata.get("decisive", key not in unread)]
     wanted = re.compile(rf"({'|'.join(keys)})([.]|$)")
     found = differing_keys(stored, config).items()
     lines = [f"{key}: {change}" for key, change in found if key in fixed and wanted.match(key)]

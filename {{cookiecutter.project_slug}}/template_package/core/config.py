@@ -3,6 +3,7 @@
 pydantic checks them. The sections `data` and `model` are the dataclasses in dataset.py and model.py.
 """
 
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -30,6 +31,7 @@ from .settings import (
     NEEDS_FULL,
     CommandLine,
     Settings,
+    lab_settings,
     merge,
     nested,
     parse_device_ids,
@@ -89,7 +91,10 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine"] = "cosine"
     # linear warm-up (arXiv:1706.02677); below 1: a fraction
     warmup_steps: NonNegativeInt | BelowOne = 0
-    min_learning_rate: NonNegativeFloat = 0.0  # the end of linear and cosine
+    # the end of linear and cosine; metadata: which schedules read the key, if not all
+    min_learning_rate: NonNegativeFloat = field(
+        default=0.0, metadata={"schedules": "linear cosine step plateau"}
+    )
 
 
 @dataclass
@@ -204,6 +209,12 @@ def all_keys(section: Any, prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+def unread_keys(config: Config) -> list[str]:
+    """Return the keys of a schedule that the chosen one does not read."""
+    name, keys = config.schedule.name, all_keys(type(config))
+    return [key for key, item in keys.items() if name not in item.metadata.get("schedules", name)]
+
+
 def values_of(stored: Settings, kind: type[Config]) -> Settings:
     """Return {key: value} of a stored config. For a key that it lacks, the default counts."""
     values = {}
@@ -237,7 +248,10 @@ def _check(settings: Settings, kind: type[AnyConfig]) -> AnyConfig:
         if needs_list and isinstance(value, str):  # text like 0.9,0.95
             return _check(merge(settings, nested(key, re.split(" *, *", value))), kind)
         # A key whose type is a union has several problems. The first one is told.
-        lines.setdefault(key, _explain(key, value, problem, defaults))
+        line = _explain(key, value, problem, defaults)
+        if value_at(key, lab_settings(), MISSING) == value_at(key, settings):
+            line += f" DDP_CONFIG={os.environ['DDP_CONFIG']} sets it."
+        lines.setdefault(key, line)
     raise ConfigError("\n".join(lines.values()))
 
 

@@ -3,6 +3,7 @@
 This file imports neither torch nor your files, so the process that starts the ranks is ready at once.
 """
 
+import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
@@ -38,8 +39,8 @@ class CommandLine:
 
     @cached_property
     def settings(self) -> Settings:
-        """What the files set and then, stronger, the words."""
-        settings: Settings = {}
+        """What the lab's file sets and then, stronger, the other files and the words."""
+        settings = lab_settings()
         for path in self.config_paths or [self.default_config]:
             merge(settings, read_file(path))
         return merge(settings, read_words(self.words))
@@ -89,6 +90,15 @@ def read_file(path: Path) -> Settings:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: holds no settings. Write each as a line `key: value`.")
     return settings
+
+
+def lab_settings() -> Settings:
+    """Return what the file says that the environment variable DDP_CONFIG names, or {} without it."""
+    try:
+        path = os.environ.get("DDP_CONFIG")
+        return read_file(Path(path)) if path else {}
+    except ConfigError as error:  # it begins with the path
+        raise ConfigError(f"DDP_CONFIG={error}") from None
 
 
 def merge(settings: Settings, others: Settings) -> Settings:

@@ -63,7 +63,7 @@ def _run(task: str, arguments: list[str]) -> str:
     print(f"smoke test: {task} …", flush=True)
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "DDP_POLICY": "off"}
     environment[RUNS_FOLDER] = str(FOLDER / "runs")
     script = Path(__file__).parents[2] / "run.py"
     with LOG.open("ab") as file:

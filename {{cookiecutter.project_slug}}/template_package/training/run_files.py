@@ -17,7 +17,7 @@ from ..config import Config
 from ..core.checkpoint import CheckpointFolder, export_weights
 from ..core.config import to_dict
 from ..core.ranks import gather_objects
-from ..files import write_json, write_whole
+from ..files import template_facts, write_json, write_whole
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
 
@@ -66,7 +66,7 @@ def write_environment(
         "cuda": torch.version.cuda,
         "world_size": context.world_size,
     }
-    facts["command"] = sys.argv
+    facts |= {"command": sys.argv, "template": template_facts()}
     facts["libraries"] = {
         name: str(sys.modules[name].__version__) for name in LIBRARIES if name in sys.modules
     }

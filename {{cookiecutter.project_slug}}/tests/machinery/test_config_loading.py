@@ -127,7 +127,8 @@ def test_config_yaml_shows_every_key_and_the_defaults_of_the_code(tmp_path: Path
     assert set(written) == set(config) and len(sections) >= 12
     for section in sections:
         assert set(written[section]) == set(config[section])
-    assert config == defaults
+    message = "write the same value into config.yaml and the dataclass, by which the report and a deleted line go"
+    assert config == defaults, message
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,23 @@ def test_keys_that_one_side_does_not_know_count_as_their_defaults() -> None:
     del stored["optimizer"]["betas"], stored["fsdp"]
     stored["training"] = {"epochs": 4, "gone": 2}
     assert differing_keys(stored, config) == {"training.epochs": "4 -> 3"}
+
+
+def test_key_that_the_schedule_does_not_read_refuses_nothing_when_a_run_goes_on(
+    project: Project,
+) -> None:
+    words = ["training.max_steps=2", "schedule.name=constant"]
+    project.run(*words)
+    words[0] = "training.max_steps=3"
+    read = [*words, "schedule.warmup_steps=1"]
+    assert "schedule.warmup_steps: 0 -> 1" in project.run(*read, code=2)
+    unread = ["schedule.patience=9", "schedule.min_learning_rate=0.001"]
+    output = project.run(*words, *unread)
+    assert "resuming after step 2 of 3" in output and "schedule.patience: 3 -> 9" in output
+    plateau = ["name=plateau", "schedule.name=plateau"]
+    project.run(words[0], *plateau)
+    output = project.run("training.max_steps=4", *plateau, *unread, code=2)
+    assert "schedule.patience: 3 -> 9" in output and "min_learning_rate: 0.0 -> 0.001" in output
 
 
 def test_two_ranks_on_one_gpu_are_allowed_with_gloo() -> None:

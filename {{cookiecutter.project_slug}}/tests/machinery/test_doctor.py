@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -66,7 +67,10 @@ def test_sound_machine_passes_in_json_and_nothing_is_left(project: Project) -> N
     project.edit("model.py", "import torch\n", "import torch\n\nprint('said by model.py')\n")
     before = sorted(project.folder.iterdir())
     code, output, _ = consult(project, "--json", "seed=1")
-    found = [Finding(**finding) for finding in json.loads(output)["checks"]]
+    told = json.loads(output)
+    found = [Finding(**finding) for finding in told["checks"]]
+    assert told["host"] == platform.node() and told["project"] == str(project.folder)
+    assert told["template"] is None, "this copy does not say how it was made"
     assert code == 0 and "broken" not in [finding.status for finding in found]
     assert [finding.check for finding in found if "GPU" not in finding.check] == NAMES[:-1]
     details = {finding.check: finding.detail for finding in found}

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from template_package.config import ScheduleConfig
-from template_package.core.config import OptimizerConfig
+from template_package.core.config import OptimizerConfig, unread_keys
 from template_package.core.optimizer import build_optimizer, set_learning_rate
 from template_package.core.ranks import pack, unpack
 from template_package.errors import Interrupted
@@ -303,3 +303,23 @@ def test_warm_up_may_be_a_fraction_of_the_run() -> None:
             ScheduleConfig(name=cast(Any, name), warmup_steps=warmup) for warmup in (0.1, 20)
         )
         assert rates(fraction, 200) == rates(steps, 200)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step", "plateau", "one_cycle"])
+def test_keys_that_a_schedule_does_not_read_change_no_rate_and_others_do(name: str) -> None:
+    """Only the evaluations read schedule.patience, under plateau."""
+    config = config_of()
+    other = {
+        "milestones": [0.25],
+        "decay_factor": 0.5,
+        "min_learning_rate": 0.05,
+        "warmup_steps": 9,
+    }
+
+    def rates(**changes: Any) -> list[float]:
+        config.schedule = ScheduleConfig(name=cast(Any, name), **changes)
+        return [learning_rate(config.schedule, 0.1, step, 20, step // 4) for step in range(1, 21)]
+
+    unread = {key for key, value in other.items() if rates() == rates(**{key: value})}
+    unread |= {"patience"} if name != "plateau" else set()
+    assert set(unread_keys(config)) == {f"schedule.{key}" for key in unread}

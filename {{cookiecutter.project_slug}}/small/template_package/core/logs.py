@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import ConfigError
-from ..files import disk_failure, write_json, write_whole
+from ..files import disk_failure, template_facts, write_json, write_whole
 from .config import Config, to_dict
 from .processes import time_limit
 from .ranks import Rank, gather_objects
@@ -229,7 +229,7 @@ def write_start(directory: Path, config: Config, rank: Rank) -> None:
     facts: dict[str, Any] = {"host": platform.node(), "platform": platform.platform()}
     facts |= {"devices": devices, "world_size": rank.world_size, "command": sys.argv}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
-    facts["cuda"] = torch.version.cuda
+    facts |= {"cuda": torch.version.cuda, "template": template_facts()}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         options: Any = {"text": True, "timeout": 10, "stderr": subprocess.DEVNULL}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import ConfigError, one_line
-from ...files import run_directory
+from ...files import run_directory, template_facts
 from ...launching.processes import STARTED_AT, die_with_parent
 from .. import CommandLine
 
@@ -68,7 +68,9 @@ def main(line: CommandLine) -> int:
             print(f"{finding.status:8} {finding.check}: {finding.detail}{remedy}", flush=True)
     counts = Counter(finding.status for finding in findings)
     if line.rest:
-        print(json.dumps({"checks": [finding._asdict() for finding in findings]}, indent=2))
+        facts: dict[str, Any] = {"host": platform.node(), "project": str(PYPROJECT.parent)}
+        facts |= {"template": template_facts(), "checks": [f._asdict() for f in findings]}
+        print(json.dumps(facts, indent=2))
     else:
         print(
             f"doctor: {counts['ok']} ok, {counts['warning']} to look at, {counts['broken']} broken"
