@@ -145,15 +145,16 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     for folder in filter(Path.is_dir, (project / name for name in NEVER)):
         shutil.rmtree(folder)
 
-    text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
+    for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
+        for folder in list(project.rglob(pattern)):
+            shutil.rmtree(folder, ignore_errors=True)
+    apply_conditions(project, answers)
+
+    text = pyproject.read_text(encoding="utf-8")
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
     # no answer has a bare quote in TOML
     text = text.replace('["template_package', f'["{answers["package_name"]}')
     pyproject.write_text(text, encoding="utf-8", newline="\n")
-
-    for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
-        for folder in list(project.rglob(pattern)):
-            shutil.rmtree(folder, ignore_errors=True)
     rename_package(project, answers["package_name"])
 
 
@@ -192,10 +193,11 @@ def install_example(
 ) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    The example `image` has no folder: its files are in place. left_out: files and keys to skip.
+    The files of the first example, `image`, are in place. left_out: files and keys to skip.
     """
     folder = project / "examples" / example
-    if not folder.is_dir():
+    (folder / "README.txt").unlink()  # README.md has taken its sentences
+    if not (folder / "config.yaml").is_file():
         return config
     changes = (folder / "config.yaml").read_text(encoding="utf-8")
     (folder / "config.yaml").unlink()
@@ -255,14 +257,42 @@ def device_ids_as_yaml(device_ids: str) -> str:
     )
 
 
-def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
-    """Return the text without the lines that end in `# only with QUESTION=ANSWER` for an answer that was not given."""
+def apply_conditions(project: Path, answers: Mapping[str, str]) -> None:
+    """Apply `# only with QUESTION=ANSWER` in all files of the project that hold it.
+
+    A file with a line that holds nothing else is removed with another answer; so are the lines that end in it.
+    """
+    for path in filter(Path.is_file, list(project.rglob("*"))):
+        # cookiecutter may fill a folder that holds a repository
+        if ".git" in path.relative_to(project).parts or b"# only with " not in path.read_bytes():
+            continue
+        try:
+            text = keep_chosen_lines(path.read_bytes().decode(), answers)
+        except ValueError as problem:  # text that is not UTF-8, too
+            sys.exit(f"error: {path.relative_to(project)} of the template: {problem}")
+        if text is None:
+            path.unlink()
+        else:
+            path.write_bytes(text.encode())
+
+
+def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str | None:
+    """Return the text without the lines whose answer was not given, or None if the whole file belongs to one."""
     kept = []
-    for line in text.splitlines():
-        condition = re.search(r"\s*# only with (\w+)=(\w+)$", line)
-        if condition is None or answers[condition[1]] in (condition[2], "all"):
-            kept.append(line[: condition.start()] if condition else line)
-    return "\n".join(kept) + "\n"
+    for line in text.split("\n"):
+        before, mark, condition = line.partition("# only with ")
+        question, _, answer = condition.partition("=")
+        if mark and (question not in answers or not re.fullmatch(r"[\w.-]+", answer)):
+            raise ValueError(
+                f"{line.strip()!r} must end in `# only with QUESTION=ANSWER`, with a question of cookiecutter.json"
+            )
+        is_chosen = not mark or answers[question] in (answer, "all")
+        if mark and not before.strip():
+            if not is_chosen:
+                return None
+        elif is_chosen:
+            kept.append(before.rstrip() if mark else line)
+    return "\n".join(kept)
 
 
 def rename_package(project: Path, name: str) -> None:
