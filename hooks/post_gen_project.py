@@ -87,6 +87,7 @@ SMALL_KEEPS = {
         "dataset.py",
         "errors.py",
         "files.py",
+        "lab.py",  # a fork may have one
         "model.py",
         "tracking/*.py",
     ],
@@ -306,7 +307,8 @@ def rename_package(project: Path, name: str) -> None:
 def write_origin(project: Path, answers: Mapping[str, str]) -> None:
     """Write .template.json, from which scripts/update_from_template.sh makes the project again. (cruft has its own.)
 
-    The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
+    The file holds no path of this machine, because projects are published, unless a lab names its template by `_home`
+    in cookiecutter.json: a path on a shared disk, or a URL. A commit ending in -dirty had local changes.
     """
     # `.` may have been typed; cookiecutter 2.1 does not tell the folder
     template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()
@@ -322,7 +324,12 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
         url = None
     url = url and re.sub(r"^(https?://)[^/]*@", r"\1", url)  # without name and password
     asked = {key: value for key, value in answers.items() if key[0] != "_" and key != "smoke_test"}
-    origin = {"template": url, "version": answers["_version"], "commit": commit, "answers": asked}
+    origin = {
+        "template": answers.get("_home") or url,
+        "version": answers["_version"],
+        "commit": commit,
+        "answers": asked,
+    }
     text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
     (project / ".template.json").write_text(text, encoding="utf-8", newline="\n")
 

@@ -14,6 +14,8 @@ from cookiecutter.exceptions import FailedHookException
 from baking import EXAMPLES, PROJECT, bake, files_of, run_cookiecutter
 from pre_gen_project import find_problems, suggest_package, suggest_slug
 
+pytestmark = pytest.mark.fork
+
 GOOD = {
     "project_name": "A Project",
     "project_slug": "a-project",
@@ -173,6 +175,7 @@ def test_folder_that_holds_files_is_not_overwritten(template: Path, tmp_path: Pa
 
 def test_folder_that_holds_only_git_is_filled(template: Path, tmp_path: Path) -> None:
     (tmp_path / "ddp-experiment" / ".git").mkdir(parents=True)
+    (tmp_path / "ddp-experiment" / ".git" / "index").write_bytes(b"\xff  # only with mine\n")
     assert (bake(template, tmp_path, True) / "run.py").is_file()
 
 
@@ -180,7 +183,7 @@ def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(
     template: Path, tmp_path: Path
 ) -> None:
     bad = {"project_slug": "Bad Slug", "package_name": "torch", "device_ids": "0,cpu"}
-    good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": "stub"}
+    good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": EXAMPLES[-1]}
     result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", **bad, **good)
     assert result.returncode == 1
     for key, value in bad.items():

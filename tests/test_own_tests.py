@@ -81,12 +81,17 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "example", [EXAMPLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:])]
+    "example",
+    [
+        pytest.param(EXAMPLES[0], marks=pytest.mark.fork),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:]),
+    ],
 )
 def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
     assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
 
 
+@pytest.mark.fork
 @pytest.mark.parametrize("size", CHOICES["size"])
 @pytest.mark.parametrize("package_name", ["ab", "z" * 40])
 def test_ruff_accepts_a_short_and_a_long_package_name(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
+import fork_requirements
+import pytest
+
 from baking import CHOICES, CONDITION, PROJECT, QUESTIONS, ROOT, files_of
+
+pytestmark = pytest.mark.fork
 
 
 def read_toml(path: Path) -> dict[str, dict[str, object]]:
@@ -76,6 +82,21 @@ def test_every_condition_names_an_answer(template: Path) -> None:
                 )
                 num_conditions += 1
     assert num_conditions > 10
+
+
+def test_fork_installs_what_its_projects_need_and_no_other_library(tmp_path: Path) -> None:
+    (tmp_path / PROJECT).mkdir()
+    for name in ("pyproject.toml", "cookiecutter.json", f"{PROJECT}/pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    found = names(fork_requirements.requirements(tmp_path))
+    assert {"torch", "cookiecutter", "pytest", CHOICES["tracker"][0]} <= found
+    others = {*CHOICES["tracker"][1:], "deepspeed", "accelerate", "datasets", "webdataset", "cruft"}
+    assert not found & others
+    listed = (tmp_path / PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    more = 'dependencies = [\n    "lab @ git+ssh://git@lab/lab",\n    "sox>=1",  # only with example=x\n'
+    changed = listed.replace("dependencies = [\n", more, 1)
+    (tmp_path / PROJECT / "pyproject.toml").write_text(changed, encoding="utf-8")
+    assert {"lab @ git+ssh://git@lab/lab", "sox>=1"} <= {*fork_requirements.requirements(tmp_path)}
 
 
 def test_python_of_the_project_holds_no_jinja(template: Path) -> None:
