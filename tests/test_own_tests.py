@@ -83,7 +83,7 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(EXAMPLES[0], marks=pytest.mark.fork),
+        EXAMPLES[0],
         *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:]),
     ],
 )
