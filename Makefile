@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-fork fork-checks test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
+.PHONY: help demo bake test test-all test-fork fork-size fork-tests test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
 	benchmark benchmark-data gpu-report memory horovod clean
 
 help:  ## list the commands
@@ -50,11 +50,15 @@ test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves 
 
 # Its environment lacks what no fork needs: DeepSpeed, Accelerate, trackers, data sets of other libraries.
 test-fork:  ## check what a fork breaks: style, types, every answer, links, each example (MEASURED)
-	$(MAKE) VENV=.cache/fork REQUIREMENTS=.cache/fork-requirements.txt fork-checks
+	$(MAKE) --keep-going VENV=.cache/fork REQUIREMENTS=.cache/fork-requirements.txt lint fork-size fork-tests
 
-fork-checks: lint
-	-PYTHONPATH=tests "$(BIN)/python" tools/size.py --warn
-	$(PYTEST) -m "fork" --durations=5
+fork-size: $(READY)
+	PYTHONPATH=tests "$(BIN)/python" tools/size.py --warn
+
+# First what a mistake in one place would break everywhere.
+fork-tests: $(READY)
+	$(PYTEST) -m fork --tb=short tests/test_repository.py tests/test_docs.py
+	$(PYTEST) -m fork --tb=short --ignore=tests/test_repository.py --ignore=tests/test_docs.py
 
 .cache/fork-requirements.txt: tools/fork_requirements.py pyproject.toml $(PROJECT)/pyproject.toml cookiecutter.json
 	@$(HAS_PYTHON)

@@ -144,8 +144,10 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
         for name in files_of(template / PROJECT)
         if name.startswith("small/")
     }
-    package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
+    package = "__init__.py dataset.py errors.py files.py model.py".split()
     shared = {f"ddp_experiment/{name}" for name in package}
+    if (tracker := CHOICES["tracker"][0]) != "none":
+        shared.add(f"ddp_experiment/tracking/{tracker}.py")
     shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
     core = "__init__ checkpoint checks config data evaluation global_batch optimizer processes"
     core += " random_states ranks settings smoke strategies task"
@@ -242,18 +244,20 @@ def test_example_brings_its_own_files_and_config(
 
 def test_conditions_work_in_every_text_file(template: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(template, tmp_path / "template"))
-    questions = QUESTIONS | {"cluster": ["alpha", "beta"]}
+    questions = QUESTIONS | {"of_this_test": ["alpha", "beta"]}
     (changed / "cookiecutter.json").write_text(json.dumps(questions), encoding="utf-8")
     folder = changed / PROJECT
     added = "scripts/slurm.sbatch config.yaml README.md Dockerfile .github/workflows/test.yml run.py".split()
     for name in added:
         with (folder / name).open("a", encoding="utf-8") as file:
-            file.write("# a line   # only with cluster=alpha\n# another # only with cluster=beta\n")
-    (folder / "scripts" / "of_beta.sh").write_text("#!/bin/sh\n# only with cluster=beta\nls\n")
+            file.write(
+                "# a line   # only with of_this_test=alpha\n# another # only with of_this_test=beta\n"
+            )
+    (folder / "scripts" / "of_beta.sh").write_text("#!/bin/sh\n# only with of_this_test=beta\nls\n")
     before = files_of(bake(template, tmp_path / "before"))
-    for cluster, line in {"alpha": b"# a line\n", "beta": b"# another\n"}.items():
-        after = files_of(bake(changed, tmp_path / cluster, cluster=cluster))
-        assert (after.pop("scripts/of_beta.sh", None) == b"#!/bin/sh\nls\n") == (cluster == "beta")
+    for answer, line in {"alpha": b"# a line\n", "beta": b"# another\n"}.items():
+        after = files_of(bake(changed, tmp_path / answer, of_this_test=answer))
+        assert (after.pop("scripts/of_beta.sh", None) == b"#!/bin/sh\nls\n") == (answer == "beta")
         assert set(after) == set(before)
         for name in set(after) - {".template.json"}:
             assert after[name] == before[name] + (line if name in added else b""), name

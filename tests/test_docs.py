@@ -42,7 +42,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.fork
 def test_links_between_files_hold() -> None:
-    num_links = 0
+    num_links, problems = 0, []
     for page in PAGES:
         text = re.sub(
             r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
@@ -52,11 +52,13 @@ def test_links_between_files_hold() -> None:
             if link.startswith(("http:", "https:")):
                 continue
             file = page.parent / link if link else page
-            assert file.exists(), f"{page.relative_to(ROOT)} links to {link}, which does not exist"
-            assert not anchor or anchor in anchors(file), (
-                f"{page.relative_to(ROOT)} links to {link}#{anchor}, a heading that does not exist"
-            )
+            where = f"{page.relative_to(ROOT)} links to {link}"
+            if not file.exists():
+                problems.append(f"{where}, which does not exist")
+            elif anchor and anchor not in anchors(file):
+                problems.append(f"{where}#{anchor}, a heading that does not exist")
             num_links += 1
+    assert not problems, "\n".join(problems)
     assert num_links > 30
 
 

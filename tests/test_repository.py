@@ -10,9 +10,12 @@ from pathlib import Path
 import fork_requirements
 import pytest
 
-from baking import CHOICES, CONDITION, PROJECT, QUESTIONS, ROOT, files_of
+from baking import CHOICES, CONDITION, EXAMPLES, PROJECT, QUESTIONS, ROOT, files_of
 
 pytestmark = pytest.mark.fork
+FILES_OF_EXAMPLE = (
+    "README.txt config.yaml model.py dataset.py test_model.py test_dataset.py".split()
+)
 
 
 def read_toml(path: Path) -> dict[str, dict[str, object]]:
@@ -66,21 +69,35 @@ def test_every_question_is_in_order_and_has_a_prompt() -> None:
     )
     for key, answers in CHOICES.items():
         described = set(prompts[key]) - {"__prompt__"} if isinstance(prompts[key], dict) else set()
-        assert described <= set(answers), f"cookiecutter.json: prompts of {key} that is no answer"
+        assert described <= set(answers), (
+            f"cookiecutter.json: remove from __prompts__, since {key} has no such answers: {described - set(answers)}"
+        )
+
+
+def test_folders_of_examples_are_the_answers(template: Path) -> None:
+    folder = template / PROJECT / "examples"
+    found = {path.name for path in folder.iterdir()}
+    more = found - set(EXAMPLES)
+    assert not more, f"add to `example` in cookiecutter.json, or delete from examples/: {more}"
+    for example in EXAMPLES:
+        # the first one's are in place
+        needed = FILES_OF_EXAMPLE[: 1 if example == EXAMPLES[0] else None]
+        missing = [name for name in needed if not (folder / example / name).is_file()]
+        assert not missing, f"examples/{example} lacks {missing}"
 
 
 def test_every_condition_names_an_answer(template: Path) -> None:
-    num_conditions = 0
+    num_conditions, problems = 0, []
     for name, content in files_of(template / PROJECT).items():
         for line in content.splitlines():
             if b"# only with " in line:
-                found = CONDITION.search(line)
-                assert found, f"{name}: {line.decode()} must end in `# only with QUESTION=ANSWER`"
-                question, answer = found[2].decode(), found[3].decode()
-                assert answer in CHOICES.get(question, []), (
-                    f"{name}: cookiecutter.json offers no {question}={answer}"
-                )
                 num_conditions += 1
+                if not (found := CONDITION.search(line)):
+                    problems.append(f"{name}: `{line.decode()}` must end in QUESTION=ANSWER")
+                elif found[3].decode() not in CHOICES.get(found[2].decode(), []):
+                    question, answer = found[2].decode(), found[3].decode()
+                    problems.append(f"{name}: cookiecutter.json offers no {question}={answer}")
+    assert not problems, "\n".join(problems)
     assert num_conditions > 10
 
 
