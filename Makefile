@@ -6,9 +6,11 @@ HAS_PYTHON = test -n "$(PYTHON)" || \
 	{ echo "No Python 3.11 or newer was found. Name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 GPU_PYTHON ?= 3.12
 GPU_MACHINE ?= x86_64
-BIN := $(CURDIR)/.venv/bin
+VENV ?= .venv
+REQUIREMENTS ?= constraints.txt
+BIN := $(CURDIR)/$(VENV)/bin
 PROJECT := {{cookiecutter.project_slug}}
-READY := .venv/.ready
+READY := $(VENV)/.ready
 BAKE = DDP_TEMPLATE_PYTHON="$(BIN)/python" "$(BIN)/cookiecutter" . --default-config
 
 # Caches must stay out of the project's folder, since cookiecutter copies every file there. Bytecode is not put elsewhere by
@@ -20,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bake test test-all test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
+.PHONY: help demo bake test test-all test-fork fork-size fork-tests test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
 	benchmark benchmark-data gpu-report memory horovod clean
 
 help:  ## list the commands
@@ -45,6 +47,24 @@ test: lint size  ## check style, types and size, run the project's own tests and
 test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (30 minutes on two cores)
 	cd "$(PROJECT)" && $(PYTEST) tests/machinery
 	$(PYTEST) -m slow
+
+# Its environment lacks what no fork needs: DeepSpeed, Accelerate, trackers, data sets of other libraries.
+test-fork:  ## check what a fork breaks: style, types, every answer, links, each example (MEASURED)
+	$(MAKE) --keep-going VENV=.cache/fork REQUIREMENTS=.cache/fork-requirements.txt lint fork-size fork-tests
+
+fork-size: $(READY)
+	PYTHONPATH=tests "$(BIN)/python" tools/size.py --warn
+
+# First what a mistake in one place would break everywhere.
+fork-tests: $(READY)
+	$(PYTEST) -m fork --tb=short tests/test_repository.py tests/test_docs.py
+	$(PYTEST) -m fork --tb=short --ignore=tests/test_repository.py --ignore=tests/test_docs.py
+
+.cache/fork-requirements.txt: tools/fork_requirements.py pyproject.toml $(PROJECT)/pyproject.toml cookiecutter.json
+	@$(HAS_PYTHON)
+	mkdir -p .cache
+	$(PYTHON) tools/fork_requirements.py >$@.new
+	mv $@.new $@
 
 test-gpu:  ## run what only a GPU can show, with PYTHON as it is: its torch must see the GPU (10 minutes)
 	@$(HAS_PYTHON)
@@ -125,15 +145,16 @@ horovod: .cache/horovod/.ready  ## build Horovod (the first time: 3 to 15 minute
 	@touch $@
 
 format: $(READY)  ## format all files and fix what ruff can fix
+	"$(BIN)/ruff" format .
 	"$(BIN)/ruff" check --config pyproject.toml --fix .
 	"$(BIN)/ruff" format .
 
 clean:  ## remove .venv, .cache and build, including the projects in build
 	rm -rf .venv .cache build
 
-$(READY): constraints.txt
+$(READY): constraints.txt $(REQUIREMENTS)
 	@$(HAS_PYTHON)
-	test -x "$(BIN)/python" || $(PYTHON) -m venv .venv
+	test -x "$(BIN)/python" || $(PYTHON) -m venv $(VENV)
 	"$(BIN)/python" -m pip install -c constraints.txt torch
-	"$(BIN)/python" -m pip install --quiet -r constraints.txt
+	"$(BIN)/python" -m pip install --quiet -c constraints.txt -r $(REQUIREMENTS)
 	@touch $@

@@ -87,6 +87,7 @@ SMALL_KEEPS = {
         "dataset.py",
         "errors.py",
         "files.py",
+        "lab.py",  # a fork may have one
         "model.py",
         "policy.py",  # of a lab's fork
         "tracking/*.py",
@@ -146,15 +147,16 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     for folder in filter(Path.is_dir, (project / name for name in NEVER)):
         shutil.rmtree(folder)
 
-    text = keep_chosen_lines(pyproject.read_text(encoding="utf-8"), answers)
+    for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
+        for folder in list(project.rglob(pattern)):
+            shutil.rmtree(folder, ignore_errors=True)
+    apply_conditions(project, answers)
+
+    text = pyproject.read_text(encoding="utf-8")
     text = text.replace('license = "none"\n', "").replace('authors = [{ name = "" }]\n', "")
     # no answer has a bare quote in TOML
     text = text.replace('["template_package', f'["{answers["package_name"]}')
     pyproject.write_text(text, encoding="utf-8", newline="\n")
-
-    for pattern in ("__pycache__", ".*_cache"):  # left by tools in a local copy of the template
-        for folder in list(project.rglob(pattern)):
-            shutil.rmtree(folder, ignore_errors=True)
     rename_package(project, answers["package_name"])
 
 
@@ -193,10 +195,11 @@ def install_example(
 ) -> str:
     """Move the example's code to the package and tests/, and its data to the top folder. Return the changed config.
 
-    The example `image` has no folder: its files are in place. left_out: files and keys to skip.
+    The files of the first example, `image`, are in place. left_out: files and keys to skip.
     """
     folder = project / "examples" / example
-    if not folder.is_dir():
+    (folder / "README.txt").unlink()  # README.md has taken its sentences
+    if not (folder / "config.yaml").is_file():
         return config
     changes = (folder / "config.yaml").read_text(encoding="utf-8")
     (folder / "config.yaml").unlink()
@@ -256,14 +259,42 @@ def device_ids_as_yaml(device_ids: str) -> str:
     )
 
 
-def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str:
-    """Return the text without the lines that end in `# only with QUESTION=ANSWER` for an answer that was not given."""
+def apply_conditions(project: Path, answers: Mapping[str, str]) -> None:
+    """Apply `# only with QUESTION=ANSWER` in all files of the project that hold it.
+
+    A file with a line that holds nothing else is removed with another answer; so are the lines that end in it.
+    """
+    for path in filter(Path.is_file, list(project.rglob("*"))):
+        # cookiecutter may fill a folder that holds a repository
+        if ".git" in path.relative_to(project).parts or b"# only with " not in path.read_bytes():
+            continue
+        try:
+            text = keep_chosen_lines(path.read_bytes().decode(), answers)
+        except ValueError as problem:  # text that is not UTF-8, too
+            sys.exit(f"error: {path.relative_to(project)} of the template: {problem}")
+        if text is None:
+            path.unlink()
+        else:
+            path.write_bytes(text.encode())
+
+
+def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str | None:
+    """Return the text without the lines whose answer was not given, or None if the whole file belongs to one."""
     kept = []
-    for line in text.splitlines():
-        condition = re.search(r"\s*# only with (\w+)=(\w+)$", line)
-        if condition is None or answers[condition[1]] in (condition[2], "all"):
-            kept.append(line[: condition.start()] if condition else line)
-    return "\n".join(kept) + "\n"
+    for line in text.split("\n"):
+        before, mark, condition = line.partition("# only with ")
+        question, _, answer = condition.partition("=")
+        if mark and (question not in answers or not re.fullmatch(r"[\w.-]+", answer)):
+            raise ValueError(
+                f"{line.strip()!r} must end in `# only with QUESTION=ANSWER`, with a question of cookiecutter.json"
+            )
+        is_chosen = not mark or answers[question] in (answer, "all")
+        if mark and not before.strip():
+            if not is_chosen:
+                return None
+        elif is_chosen:
+            kept.append(before.rstrip() if mark else line)
+    return "\n".join(kept)
 
 
 def rename_package(project: Path, name: str) -> None:
@@ -277,7 +308,8 @@ def rename_package(project: Path, name: str) -> None:
 def write_origin(project: Path, answers: Mapping[str, str]) -> None:
     """Write .template.json, from which scripts/update_from_template.sh makes the project again. (cruft has its own.)
 
-    The file holds no path of this machine, because projects are published. A commit ending in -dirty had local changes.
+    The file holds no path of this machine, because projects are published, unless a lab names its template by `_home`
+    in cookiecutter.json: a path on a shared disk, or a URL. A commit ending in -dirty had local changes.
     """
     # `.` may have been typed; cookiecutter 2.1 does not tell the folder
     template = Path(os.environ.get("PWD", ""), answers.get("_repo_dir", "")).resolve()
@@ -293,7 +325,12 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
         url = None
     url = url and re.sub(r"^(https?://)[^/]*@", r"\1", url)  # without name and password
     asked = {key: value for key, value in answers.items() if key[0] != "_" and key != "smoke_test"}
-    origin = {"template": url, "version": answers["_version"], "commit": commit, "answers": asked}
+    origin = {
+        "template": answers.get("_home") or url,
+        "version": answers["_version"],
+        "commit": commit,
+        "answers": asked,
+    }
     text = json.dumps(origin, indent=2, ensure_ascii=False) + "\n"
     (project / ".template.json").write_text(text, encoding="utf-8", newline="\n")
 

@@ -91,6 +91,8 @@ def text_problem(text: str) -> str | None:
         return (
             "cookiecutter would read {{, {% or {# as its own syntax. Write the text without them."
         )
+    if "# only with " in text:
+        return "the template would read `# only with` as its own syntax. Write the text without it."
     return None
 
 

@@ -10,11 +10,21 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import yaml
 from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "{{cookiecutter.project_slug}}"
+QUESTIONS: dict[str, Any] = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+CHOICES: dict[str, list[str]] = {
+    key: value for key, value in QUESTIONS.items() if isinstance(value, list) and key[0] != "_"
+}
+"""{question: its answers}, of the multiple-choice questions."""
+EXAMPLES = CHOICES["example"]
+CONDITION = re.compile(rb"^(.*)# only with (\w+)=(\S+)$", re.MULTILINE)
+"""Pattern of a line that a project has only with one answer; alone on its line, it stands for the file."""
 ONLY_WITH = {
     "accelerate": [("extra_strategies", "accelerate")],
     "deepspeed|/zero/": [("extra_strategies", "deepspeed")],
@@ -31,7 +41,7 @@ ONLY_WITH = {
 """{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
 IN_BOTH_SIZES = re.compile(
     r"[^/]+|\.\w+/.+"  # the files of the top folder, and those for CI, containers and editors
-    r"|template_package/(__init__|dataset|errors|files|model|policy|tracking/(?!__init__)\w+)\.py"
+    r"|template_package/(__init__|dataset|errors|files|lab|model|policy|tracking/(?!__init__)\w+)\.py"
     r"|template_package/core/(__init__|checkpoint|checks|config|data|evaluation|global_batch|optimizer|processes|random_states|ranks|settings|smoke|strategies|task)\.py"
     r"|scripts/(multi_node|torchrun|update_from_template)\.sh"
     r"|tests/(test_|workload/)(dataset|model)\.py"
@@ -129,13 +139,26 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def default_answers() -> dict[str, str]:
     """Return bake()'s answers to the multiple-choice questions, and the default name of the package."""
-    questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-    choices = {
-        key: value[0]
-        for key, value in questions.items()
-        if isinstance(value, list) and key[0] != "_"
-    }
-    return choices | SETTINGS | {"package_name": "ddp_experiment"}
+    first = {key: values[0] for key, values in CHOICES.items()}
+    return first | SETTINGS | {"package_name": "ddp_experiment"}
+
+
+def example_files(template: Path, example: str) -> dict[str, Path]:
+    """Return {name in the project: file} for the files of an example. Those of the first one are in place."""
+    files = {}
+    for path in (template / PROJECT / "examples" / example).iterdir():
+        if path.name not in {"README.txt", "config.yaml"} and "__pycache__" not in path.name:
+            code = "tests/" if path.name.startswith("test_") else "template_package/"
+            files[f"{code if path.suffix == '.py' else ''}{path.name}"] = path
+    return files
+
+
+def changes_of_example(template: Path, example: str) -> dict[str, dict[str, Any]]:
+    """Return the sections of config.yaml that an example changes; for the first one, all sections."""
+    path = template / PROJECT / "examples" / example / "config.yaml"
+    path = path if path.is_file() else template / PROJECT / "config.yaml"
+    sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return {key: value for key, value in sections.items() if isinstance(value, dict)}
 
 
 def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
@@ -143,25 +166,20 @@ def expected_files(template: Path, answers: Mapping[str, str]) -> set[str]:
 
     These rules match parts of names, while the hook lists whole paths. So a file that the hook forgets is noticed.
     """
-    names = set(files_of(template / PROJECT))
+    files = files_of(template / PROJECT)
+    names = set(files)
     not_of_a_project = ("examples/", "small/", "template_only/", "tests/machinery/")
     chosen = {name for name in names if not name.startswith(not_of_a_project)}
     if answers["size"] == "small":
         small = {name.removeprefix("small/") for name in names if name.startswith("small/")}
         chosen = {name for name in chosen if IN_BOTH_SIZES.fullmatch(name)} | small
-    for name in names:
-        if name.startswith(f"examples/{answers['example']}/") and not name.endswith("config.yaml"):
-            file = name.rpartition("/")[2]
-            if answers["size"] == "small" and file == "test_sentences.py":  # it reads reports
-                continue
-            folder = (
-                ""
-                if not file.endswith(".py")
-                else "tests/"
-                if file.startswith("test_")
-                else "template_package/"
-            )
-            chosen.add(f"{folder}{file}")
+    chosen.update(example_files(template, answers["example"]))
+    if answers["size"] == "small":
+        chosen.discard("tests/test_sentences.py")  # it reads reports
+    for name in chosen & names:
+        for before, question, answer in CONDITION.findall(files[name]):
+            if not before.strip() and answers[question.decode()] not in (answer.decode(), "all"):
+                chosen.discard(name)
     for word, owners in ONLY_WITH.items():
         if not any(answers[question] in (answer, "all") for question, answer in owners):
             chosen = {name for name in chosen if not re.search(word, name)}

@@ -11,8 +11,10 @@ import pytest
 import yaml
 from cookiecutter.exceptions import FailedHookException
 
-from baking import bake, files_of, run_cookiecutter
+from baking import EXAMPLES, PROJECT, bake, files_of, run_cookiecutter
 from pre_gen_project import find_problems, suggest_package, suggest_slug
+
+pytestmark = pytest.mark.fork
 
 GOOD = {
     "project_name": "A Project",
@@ -34,7 +36,14 @@ REFUSED = {
         "half \ud83d",
         "line\u2028separator",
     ],
-    "description": ["two\nlines", "\x7f", "{{ cookiecutter }}", "{% raw %}", "{# note"],
+    "description": [
+        "two\nlines",
+        "\x7f",
+        "{{ cookiecutter }}",
+        "{% raw %}",
+        "{# note",
+        "a # only with example=text",
+    ],
     "author_name": ["two\r\nlines", "\x00"],
     "project_slug": [
         *"Upper under__score double--dash -dash dash- 3d a/b ../evil /tmp/x a.b café 名 con com1 lpt9 nul".split(),
@@ -166,6 +175,7 @@ def test_folder_that_holds_files_is_not_overwritten(template: Path, tmp_path: Pa
 
 def test_folder_that_holds_only_git_is_filled(template: Path, tmp_path: Path) -> None:
     (tmp_path / "ddp-experiment" / ".git").mkdir(parents=True)
+    (tmp_path / "ddp-experiment" / ".git" / "index").write_bytes(b"\xff  # only with mine\n")
     assert (bake(template, tmp_path, True) / "run.py").is_file()
 
 
@@ -173,7 +183,7 @@ def test_all_problems_are_named_with_a_command_that_keeps_the_good_answers(
     template: Path, tmp_path: Path
 ) -> None:
     bad = {"project_slug": "Bad Slug", "package_name": "torch", "device_ids": "0,cpu"}
-    good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": "stub"}
+    good = {"project_name": 'It\'s "x"; $(id)', "author_name": "名 😀", "example": EXAMPLES[-1]}
     result = run_cookiecutter(template, tmp_path / "out", smoke_test="skip", **bad, **good)
     assert result.returncode == 1
     for key, value in bad.items():
@@ -209,8 +219,7 @@ HOSTILE = [
     "right-to-left עברית",
     " spaces around ",
     "}} %} #}",
-    "kept # only with example=text",
-    "kept # only with tracker=fishing",
+    "# only",
     'the ["template_package"] of template_package',
 ]
 
@@ -264,20 +273,24 @@ def test_default_names_are_good_ones(
 def test_device_ids_reach_the_config(
     template: Path, tmp_path: Path, answer: str, value: object
 ) -> None:
-    project = bake(template, tmp_path, device_ids=answer, extra_strategies="all")
+    before = (template / PROJECT / "config.yaml").read_text(encoding="utf-8")
+    tracker = yaml.safe_load(before)["logging"]["tracker"]
+    example = EXAMPLES[0]  # its config is in place
+    answers = {"extra_strategies": "all", "tracker": tracker, "example": example}
+    project = bake(template, tmp_path, device_ids=answer, **answers)
     text = (project / "config.yaml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)["device_ids"] == value
-    before = (template / "{{cookiecutter.project_slug}}" / "config.yaml").read_text(
-        encoding="utf-8"
-    )
     changed = [
         (new, old)
         for new, old in zip(text.splitlines(), before.splitlines(), strict=True)
         if new != old
     ]
     # no other line changes, not even a comment
-    assert all(new.startswith("device_ids: ") for new, _ in changed)
-    assert all(new.partition("#")[2] == old.partition("#")[2] for new, old in changed)
+    others = [(new, old) for new, old in changed if not new.startswith("device_ids: ")]
+    assert others == [], "device_ids changes these lines of config.yaml, too"
+    assert [new.partition("#")[2] for new, _ in changed] == [
+        old.partition("#")[2] for _, old in changed
+    ]
 
 
 def test_answers_are_never_run_as_code(template: Path, tmp_path: Path) -> None:

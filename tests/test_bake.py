@@ -15,48 +15,42 @@ from pathlib import Path
 import pexpect
 import pytest
 import yaml
+from cookiecutter.exceptions import FailedHookException
 
-from baking import PROJECT, ROOT, bake, default_answers, expected_files, files_of, plain_environment
+from baking import (
+    CHOICES,
+    CONDITION,
+    EXAMPLES,
+    PROJECT,
+    QUESTIONS,
+    bake,
+    changes_of_example,
+    default_answers,
+    example_files,
+    expected_files,
+    files_of,
+    plain_environment,
+)
 from post_gen_project import NOT_IN_SMALL
 
-QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-CHOICES = {
-    key: value
-    for key, value in QUESTIONS.items()
-    if isinstance(value, list) and not key.startswith("_")
-}
+pytestmark = pytest.mark.fork
+
 SINGLE = [
     {key: value} for key, values in CHOICES.items() if key != "smoke_test" for value in values
 ]
+OTHERS = [
+    {"tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
+    {"tracker": "wandb", "license": "Apache-2.0", "author_name": "Ada", "package_name": "ab"},
+    {"tracker": "none", "extra_strategies": "all", "license": "Apache-2.0"},
+    {"tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
+    {"furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
+    {"tracker": "none", "furniture": "none", "package_name": "ab", "size": "small"},
+]
 COMBINED = [
-    {"example": "stub", "tracker": "none", "license": "none", "device_ids": "cpu,cpu"},
-    {
-        "example": "stub",
-        "tracker": "wandb",
-        "license": "Apache-2.0",
-        "author_name": "Ada",
-        "package_name": "ab",
-    },
-    {"example": "folder", "tracker": "none", "extra_strategies": "all", "license": "Apache-2.0"},
-    {"example": "image", "tracker": "wandb", "license": "BSD-3-Clause", "package_name": "z" * 40},
-    {"example": "text", "furniture": "none", "extra_strategies": "all", "package_name": "z" * 40},
-    {"example": "gpt", "tracker": "none", "license": "none", "package_name": "ab"},
-    {
-        "example": "text",
-        "tracker": "none",
-        "furniture": "none",
-        "package_name": "ab",
-        "size": "small",
-    },
-    *({"example": example, "size": "small"} for example in CHOICES["example"][1:]),
+    *({"example": EXAMPLES[i % len(EXAMPLES)], **answers} for i, answers in enumerate(OTHERS)),
+    *({"example": example, "size": "small"} for example in EXAMPLES[1:]),
     *({"tracker": tracker, "size": "small"} for tracker in CHOICES["tracker"][1:]),
 ]
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-LIBRARY_OF = {
-    "tracker": dict(zip(TRACKERS, TRACKERS, strict=True)),
-    "example": dict.fromkeys(("image", "folder", "contrastive"), "scikit-learn"),
-    "size": {"full": "matplotlib"},
-}
 
 
 def named(answers: dict[str, str]) -> str:
@@ -86,9 +80,7 @@ def test_project_holds_exactly_what_was_chosen(
     assert config["logging"]["tracker"] == chosen["tracker"]
     assert ("deepspeed" in config) == (chosen["extra_strategies"] in {"deepspeed", "all"})
     assert ("benchmark" in config) == (chosen["size"] == "full")
-    best = {"gpt": ("loss", "min"), "stub": ("loss", "min"), "contrastive": ("recall", "max")}
-    metric = best.get(chosen["example"], ("accuracy", "max"))
-    assert (config["evaluation"]["metric"], config["evaluation"]["mode"]) == metric
+    assert config["evaluation"].items() >= evaluation_of(template, chosen["example"]).items()
 
     metadata = tomllib.loads(files["pyproject.toml"].decode())["project"]
     assert metadata.get("license", "none") == chosen["license"]
@@ -97,12 +89,25 @@ def test_project_holds_exactly_what_was_chosen(
     assert all_extras & set(metadata["optional-dependencies"]) == (
         all_extras if asked == "all" else {asked} - {"none"}
     )
-    libraries = {requirement.partition(">=")[0] for requirement in metadata["dependencies"]}
-    optional = {library for by_answer in LIBRARY_OF.values() for library in by_answer.values()}
-    wanted = {
-        by_answer[chosen[key]] for key, by_answer in LIBRARY_OF.items() if chosen[key] in by_answer
-    }
-    assert libraries & optional == wanted
+    lines = (template / PROJECT / "pyproject.toml").read_bytes()
+    for line, question, answer in CONDITION.findall(lines):
+        is_wanted = any(
+            chosen[key.decode()] in (value.decode(), "all")
+            for other, key, value in CONDITION.findall(lines)
+            if other == line  # several answers may want the same library
+        )
+        assert (line.strip() in files["pyproject.toml"]) == is_wanted, (
+            f"pyproject.toml, {question.decode()}={answer.decode()}: {line.decode()}"
+        )
+
+
+def evaluation_of(template: Path, example: str) -> dict[str, str]:
+    """Return the metric and mode that the example's config.yaml names."""
+    evaluation = changes_of_example(template, example).get("evaluation", {})
+    assert {"metric", "mode"} <= set(evaluation), (
+        f"write evaluation.metric and evaluation.mode into examples/{example}/config.yaml"
+    )
+    return {key: evaluation[key] for key in ("metric", "mode")}
 
 
 def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
@@ -139,8 +144,10 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
         for name in files_of(template / PROJECT)
         if name.startswith("small/")
     }
-    package = "__init__.py dataset.py errors.py files.py model.py tracking/tensorboard.py".split()
+    package = "__init__.py dataset.py errors.py files.py model.py".split()
     shared = {f"ddp_experiment/{name}" for name in package}
+    if (tracker := CHOICES["tracker"][0]) != "none":
+        shared.add(f"ddp_experiment/tracking/{tracker}.py")
     shared |= {f"scripts/{name}.sh" for name in ("multi_node", "torchrun", "update_from_template")}
     core = "__init__ checkpoint checks config data evaluation global_batch optimizer processes"
     core += " random_states ranks settings smoke strategies task"
@@ -153,7 +160,9 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
         if name.startswith(("ddp_experiment/", "scripts/", "tests/"))
     }
     assert (
-        names - {name.replace("template_package", "ddp_experiment") for name in own}
+        names
+        - {name.replace("template_package", "ddp_experiment") for name in own}
+        - {"ddp_experiment/lab.py"}  # of a fork
         <= shared
         <= names
     )
@@ -164,6 +173,7 @@ def test_new_file_of_the_full_size_is_not_in_a_small_project(
     template: Path, tmp_path: Path
 ) -> None:
     changed = Path(shutil.copytree(template, tmp_path / "template"))
+    (changed / PROJECT / "template_package" / "lab.py").touch()  # of a fork, in both sizes
     new = "template_package/new.py template_package/tracking/new/a.py scripts/new.sh tests/test_new.py".split()
     for name in new:
         (changed / PROJECT / name).parent.mkdir(exist_ok=True)
@@ -171,7 +181,7 @@ def test_new_file_of_the_full_size_is_not_in_a_small_project(
     before, after = (
         bake(source, tmp_path / source.name / "out", size="small") for source in (template, changed)
     )
-    assert set(files_of(after)) == set(files_of(before))
+    assert set(files_of(after)) == set(files_of(before)) | {"ddp_experiment/lab.py"}
     full = files_of(bake(changed, tmp_path / "full"))
     assert {name.replace("template_package", "ddp_experiment") for name in new} <= set(full)
 
@@ -180,17 +190,14 @@ def test_keys_that_only_the_full_size_has_are_left_out_of_small_examples(templat
     config = yaml.safe_load(
         (template / PROJECT / "small" / "config.yaml").read_text(encoding="utf-8")
     )
-    examples = [
-        yaml.safe_load(path.read_text("utf-8"))
-        for path in (template / PROJECT).glob("examples/*/config.yaml")
-    ]
+    examples = [changes_of_example(template, example) for example in EXAMPLES[1:]]
     for section, name in (key.split(".") for key in NOT_IN_SMALL if not key.endswith(".py")):
         assert name not in config[section]
         assert any(name in example.get(section, {}) for example in examples)
 
 
 def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -> None:
-    project = bake(template, tmp_path, example="stub")
+    project = bake(template, tmp_path, example=EXAMPLES[-1])
     files = {name for name in files_of(project) if name.startswith("ddp_experiment/")}
     build = [
         sys.executable,
@@ -211,24 +218,21 @@ def test_wheel_holds_every_file_of_the_package(template: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", ["full", "small"])
-@pytest.mark.parametrize("example", ["folder", "stub", "text", "gpt", "contrastive"])
+@pytest.mark.parametrize("example", EXAMPLES[1:])
 def test_example_brings_its_own_files_and_config(
     template: Path, tmp_path: Path, example: str, size: str
 ) -> None:
     project = bake(template, tmp_path, example=example, size=size)
-    source = template / PROJECT / "examples" / example
-    for name in ("model.py", "dataset.py"):
-        assert (project / "ddp_experiment" / name).read_bytes() == (source / name).read_bytes()
-    data = [path.name for path in source.iterdir() if path.suffix not in {".py", ".yaml"}]
-    assert data == {"text": ["sentences.json"], "gpt": ["hamlet.txt"]}.get(example, [])
-    assert [(project / name).read_bytes() for name in data] == [
-        (source / name).read_bytes() for name in data
-    ]
-    changes = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
+    source = example_files(template, example)
+    assert {"template_package/model.py", "template_package/dataset.py"} <= set(source)
+    for name, file in source.items():
+        if size == "full" or file.name not in NOT_IN_SMALL:
+            brought = (project / name.replace("template_package", "ddp_experiment")).read_bytes()
+            assert brought == file.read_bytes().replace(b"template_package", b"ddp_experiment")
+    changes = changes_of_example(template, example)
     config = yaml.safe_load((project / "config.yaml").read_text(encoding="utf-8"))
     assert config["data"] == changes.pop("data")
     assert config["model"] == changes.pop("model")
-    assert "evaluation" in changes
     for section, values in changes.items():
         kept = {
             key: value
@@ -238,8 +242,44 @@ def test_example_brings_its_own_files_and_config(
         assert config[section].items() >= kept.items()
 
 
+def test_conditions_work_in_every_text_file(template: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(template, tmp_path / "template"))
+    questions = QUESTIONS | {"of_this_test": ["alpha", "beta"]}
+    (changed / "cookiecutter.json").write_text(json.dumps(questions), encoding="utf-8")
+    folder = changed / PROJECT
+    added = "scripts/slurm.sbatch config.yaml README.md Dockerfile .github/workflows/test.yml run.py".split()
+    for name in added:
+        with (folder / name).open("a", encoding="utf-8") as file:
+            file.write(
+                "# a line   # only with of_this_test=alpha\n# another # only with of_this_test=beta\n"
+            )
+    (folder / "scripts" / "of_beta.sh").write_text("#!/bin/sh\n# only with of_this_test=beta\nls\n")
+    before = files_of(bake(template, tmp_path / "before"))
+    for answer, line in {"alpha": b"# a line\n", "beta": b"# another\n"}.items():
+        after = files_of(bake(changed, tmp_path / answer, of_this_test=answer))
+        assert (after.pop("scripts/of_beta.sh", None) == b"#!/bin/sh\nls\n") == (answer == "beta")
+        assert set(after) == set(before)
+        for name in set(after) - {".template.json"}:
+            assert after[name] == before[name] + (line if name in added else b""), name
+
+
+@pytest.mark.parametrize(
+    "condition", ["clutser=alpha", "size = full", "size=full or so", "size=full ", "size", ""]
+)
+def test_condition_that_could_not_be_applied_makes_no_project(
+    template: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], condition: str
+) -> None:
+    changed = Path(shutil.copytree(template, tmp_path / "template"))
+    with (changed / PROJECT / "scripts" / "torchrun.sh").open("a", encoding="utf-8") as script:
+        script.write(f"ls  # only with {condition}\n")
+    with pytest.raises(FailedHookException):
+        bake(changed, tmp_path / "out")
+    assert "error: scripts/torchrun.sh of the template: 'ls  # only with" in capfd.readouterr().err
+    assert not [*(tmp_path / "out").iterdir()]
+
+
 def test_same_answers_give_the_same_bytes(template: Path, tmp_path: Path) -> None:
-    answers = {"project_name": "名 😀", "example": "stub", "device_ids": "0,2"}
+    answers = {"project_name": "名 😀", "example": EXAMPLES[-1], "device_ids": "0,2"}
     first = bake(template, tmp_path / "first", **answers)
     second = bake(template, tmp_path / "a folder 名", **answers)
     assert files_of(first) == files_of(second)
@@ -263,19 +303,16 @@ def test_every_question_is_asked_with_its_prompt(template: Path, tmp_path: Path)
         encoding="utf-8",
         timeout=30,
     )
-    replies = ["My Net", "", "", "", "", "2", "cpu", "2", "", "2", "5", "4", "3"]
-    visible = [key for key in QUESTIONS if not key.startswith("_")]
-    assert len(replies) == len(visible)
-    for key, reply in zip(visible, replies, strict=True):
+    typed = {"project_name": "My Net", "device_ids": "cpu"}
+    for key in filter(lambda key: key[0] != "_", QUESTIONS):
         prompt = QUESTIONS["__prompts__"][key]
-        child.expect_exact(prompt if isinstance(prompt, str) else prompt["__prompt__"])
-        child.sendline(reply)
+        words = (prompt if isinstance(prompt, str) else prompt["__prompt__"]).split()
+        child.expect(r"\s+".join(map(re.escape, words)))  # a long prompt is wrapped
+        child.sendline(str(len(CHOICES[key])) if key in CHOICES else typed.get(key, ""))
     child.expect_exact("smoke test: SKIPPED")
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
-    config = yaml.safe_load((tmp_path / "my-net" / "config.yaml").read_text(encoding="utf-8"))
-    assert (config["device_ids"], config["logging"]["tracker"]) == ("cpu", "none")
-    assert (tmp_path / "my-net" / "my_net" / "commands" / "doctor").exists()
-    assert not (tmp_path / "my-net" / "LICENSE").exists()
-    assert not (tmp_path / "my-net" / "Dockerfile").exists()
+    origin = json.loads((tmp_path / "my-net" / ".template.json").read_text(encoding="utf-8"))
+    last = {key: values[-1] for key, values in CHOICES.items() if key != "smoke_test"}
+    assert origin["answers"].items() >= (last | typed).items()

@@ -84,6 +84,9 @@ def test_file_of_several_answers_stays_with_each_of_them() -> None:
 def test_conditional_lines_follow_the_answers() -> None:
     text = 'a\n"b",  # only with tracker=wandb\n"c",  # only with tracker=none\n'
     assert keep_chosen_lines(text, {"tracker": "wandb"}) == 'a\n"b",\n'
+    whole = f"#!/bin/sh\n  # only with tracker=none\n{text}"
+    assert keep_chosen_lines(whole, {"tracker": "wandb"}) is None
+    assert keep_chosen_lines(whole, {"tracker": "none"}) == '#!/bin/sh\na\n"c",\n'
 
 
 @pytest.mark.parametrize("state", ["PASSED", "FAILED", "NOT RUN", "SKIPPED"])

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_bake import CHOICES, named
+from test_bake import named
 
-from baking import bake, plain_environment
+from baking import CHOICES, EXAMPLES, bake, plain_environment
 from post_gen_project import set_value
 
-EXAMPLES = CHOICES["example"]
 OTHER_ANSWERS = [
     {"device_ids": "0,2"},
     {"device_ids": "cpu,cpu", "license": "none", "furniture": "none"},
@@ -82,12 +81,17 @@ def test_own_tests_of_config_model_and_data_pass_for_every_answer(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "example", [EXAMPLES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:])]
+    "example",
+    [
+        EXAMPLES[0],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES[1:]),
+    ],
 )
 def test_small_project_passes_its_own_tests(template: Path, tmp_path: Path, example: str) -> None:
     assert num_passed(bake(template, tmp_path, example=example, size="small")) > 10
 
 
+@pytest.mark.fork
 @pytest.mark.parametrize("size", CHOICES["size"])
 @pytest.mark.parametrize("package_name", ["ab", "z" * 40])
 def test_ruff_accepts_a_short_and_a_long_package_name(
@@ -106,17 +110,6 @@ def test_ruff_and_mypy_accept_a_new_project(
     project = bake(template, tmp_path, **answers)
     for words in CHECKS:
         run_module(project, *words)
-
-
-def test_model_and_data_of_the_small_examples_pass_their_tests(
-    template: Path, tmp_path: Path
-) -> None:
-    """Run the part of the tests above that is quick enough for every `make test`."""
-    for example in ("stub", "text", "gpt", "contrastive"):
-        project = bake(
-            template, tmp_path, example=example, project_slug=example, package_name="z" * 40
-        )
-        assert num_passed(project, "tests/test_model.py", "tests/test_dataset.py") > 4
 
 
 # Written as many published models are: no annotations, unused imports, a lambda with a name, long lines, `l` as a name.

@@ -98,6 +98,14 @@ def test_a_number_over_budget_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert not size.print_density("row", tmp_path, ["a.py"], 2.9)
 
 
+def test_a_fork_over_budget_is_warned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert size.exit_code([True, False], []) == 1
+    assert size.exit_code([True, True], ["--warn"]) == 0
+    assert capsys.readouterr().out == ""
+    assert size.exit_code([True, False], ["--warn"]) == 0
+    assert capsys.readouterr().out.startswith("warning: ")
+
+
 @pytest.mark.parametrize("readme", ["README.md", "README.ja.md", "README.zh-CN.md"])
 def test_readme_names_the_budget(readme: str) -> None:
     text = (ROOT / readme).read_text(encoding="utf-8")

@@ -132,9 +132,9 @@ def test_project_with_its_own_changes_follows_two_versions(
     conflict = (project / "net" / "trainer.py").relative_to(top)
     assert code == 1
     assert output.startswith("kept, since you have changed it: net/other.py")
-    assert output.endswith(
-        f"error: conflicts to resolve, then git add and git commit (git reset --hard undoes the update):\n{conflict}\n"
-    )
+    last = output.splitlines()[-2:]
+    assert last[0].startswith("error: conflicts between version ") and last[1] == str(conflict)
+    assert "follows version" not in output
     text = (project / "net" / "trainer.py").read_text(encoding="utf-8")
     assert text.startswith(
         '<<<<<<< ours\n# mine\n=======\n# of the third version\n>>>>>>> theirs\n"""'
@@ -147,6 +147,22 @@ def test_project_with_its_own_changes_follows_two_versions(
         (project / name).relative_to(top).as_posix(): state for name, state in names.items()
     }
     assert read_origin(project)["commit"] == third
+
+
+def test_project_remembers_the_place_that_a_lab_names(repository: Path, tmp_path: Path) -> None:
+    questions = json.loads((repository / "cookiecutter.json").read_text(encoding="utf-8"))
+    home = {"_home": str(repository)}
+    (repository / "cookiecutter.json").write_text(json.dumps(questions | home), encoding="utf-8")
+    commit(repository)
+    project = bake(repository, tmp_path / "work", **ANSWERS)
+    assert read_origin(project)["template"] == str(repository)
+    commit(project)
+    (repository / PROJECT / "scripts" / "new.sh").touch()
+    second = commit(repository)
+    code, output = update(project)
+    assert code == 0, output
+    assert (project / "scripts" / "new.sh").is_file()
+    assert read_origin(project).items() >= {"template": str(repository), "commit": second}.items()
 
 
 @pytest.fixture

@@ -247,5 +247,5 @@ with open(".template.json", "w", encoding="utf-8", newline="\n") as file:
     file.write(json.dumps(new, indent=2, ensure_ascii=False) + "\n")
 PYTHON
 git add .template.json
+[[ ! $conflicts ]] || fail "conflicts between version $(origin version) of the template and your changes. Resolve them, then git add and git commit (git reset --hard undoes the update):"$'\n'"$conflicts"
 echo "The project follows version $(origin version) of the template now. See: git diff HEAD"
-[[ ! $conflicts ]] || fail "conflicts to resolve, then git add and git commit (git reset --hard undoes the update):"$'\n'"$conflicts"

@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "optional_files": "",
     "core": "model dataset files errors",
     "extras": "core config data launching.distributed errors",
-    "model": "dataset core.global_batch errors",
-    "dataset": "model errors",
+    "model": "dataset lab core.global_batch errors",
+    "dataset": "model lab errors",
+    "lab": "errors",  # a fork's own module
     "options": "errors",  # options_<name>.py: sections of config.yaml, which config.py finds by their files
     "errors": "",
     "__init__": "",
