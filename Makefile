@@ -49,7 +49,7 @@ test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves 
 	$(PYTEST) -m slow
 
 # Its environment lacks what no fork needs: DeepSpeed, Accelerate, trackers, data sets of other libraries.
-test-fork:  ## check what a fork breaks: style, types, every answer, links, each example (MEASURED)
+test-fork:  ## check what a fork breaks: style, types, every answer, links, each example (6 minutes on two busy cores, after an install of 1 to 2)
 	$(MAKE) --keep-going VENV=.cache/fork REQUIREMENTS=.cache/fork-requirements.txt lint fork-size fork-tests
 
 fork-size: $(READY)
