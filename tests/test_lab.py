@@ -242,6 +242,7 @@ def test_mistake_in_the_labs_config_is_one_line_with_file_and_variable(
     assert "DDP_CONFIG" not in run(project, "seed=x", code=2, DDP_CONFIG="")
 
 
+@pytest.mark.fork
 def test_config_yaml_and_the_dataclasses_agree_in_both_sizes_and_in_each_example(
     tmp_path: Path,
 ) -> None:
@@ -249,12 +250,13 @@ def test_config_yaml_and_the_dataclasses_agree_in_both_sizes_and_in_each_example
     source = ROOT / PROJECT
     cases = [(source, "core.config", source / "small" / "config.yaml")]
     cases += [(source, "config", source / "config.yaml")]
-    for example in (source / "examples").iterdir():
+    for config in (source / "examples").glob("*/config.yaml"):
+        example = config.parent
         folder = tmp_path / example.name
         shutil.copytree(source / "template_package", folder / "template_package")
         for path in example.glob("*.py"):
             shutil.copy(path, folder / "template_package")
-        cases.append((folder, "core.config", example / "config.yaml"))
+        cases.append((folder, "core.config", config))
     result = subprocess.run(
         [sys.executable, "-c", DIFFERENCES],
         input="\n".join("\t".join(map(str, case)) for case in cases),
