@@ -185,3 +185,23 @@ def test_optimizer_with_two_sets_of_weights_is_told_which_one_is_wanted(
             assert torch.equal(state["model"][name], of_parameter["mean"])
             assert not torch.equal(state["model"][name], of_parameter["own"])
             assert torch.equal(state["model"][name], other["model"][name])
+
+
+def test_memory_that_runs_out_names_the_key_that_helps(template: Path, tmp_path: Path) -> None:
+    project = bake(template, tmp_path, size="small", example="stub")
+    with (project / "ddp_experiment" / "model.py").open("a", encoding="utf-8") as model:
+        model.write(
+            "\n\ndef compute_loss(model, batch):\n    raise torch.OutOfMemoryError('out')\n"
+        )
+    for devices in ("cpu", "cpu,cpu"):
+        done = subprocess.run(
+            [sys.executable, "run.py", f"device_ids={devices}", "logging.tracker=none"],
+            cwd=project,
+            env=plain_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        remedy = "error: a device's memory is full. Set a smaller training.micro_batch_size"
+        assert done.stderr.splitlines()[-1].startswith(remedy), done.stderr

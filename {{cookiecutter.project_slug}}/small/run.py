@@ -125,9 +125,10 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
         return 128 + signal.SIGINT
     except BaseException as error:  # SystemExit too: a rank that leaves alone lets the others wait
         text = f"{place or 'this process'} failed:\n{traceback.format_exc()}"
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
+            text += "error: a device's memory is full. Set a smaller training.micro_batch_size (loss_over: README.md)."
         if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "pydantic"):
-            remedy = "Type: python -m pip install -c constraints.txt -e ."
-            text = f"error: {sys.executable} has no {error.name}. {remedy}"
+            text = f"error: {sys.executable} has no {error.name}. Type: python -m pip install -c constraints.txt -e ."
         tell_failure(text, 1, place)
         return 1
 

@@ -154,7 +154,8 @@ class Trainer:
                 is_first = self.startup_seconds is None  # of this process
                 self.begin_epochs(progress.epoch)
                 progress.step += 1
-                progress.position += self.loader.global_batch_size
+                size = self.loader.global_batch_size
+                progress.position += size
                 if progress.position >= self.loader.num_samples:
                     progress.epoch, progress.position = progress.epoch + 1, 0
                 is_last = progress.step == self.total_steps
@@ -164,7 +165,6 @@ class Trainer:
 
                 sums, gradient_norm = self.train_step(is_logged or is_last)
 
-                size = self.loader.global_batch_size
                 if progress.position == 0:
                     size = self.loader.num_samples % size or size
                 self.losses.append((sums["loss"], progress.step, size))

@@ -74,9 +74,8 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
     else:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
         chosen = _free(gpus, line, number)
-        found = f"found {len(chosen)} of {len(gpus)} GPUs that no other user or run computes on"
-        found += ", with launch.min_free_memory_gib free"
-        remedy = "Wait, share (launch.share_gpus=true), or set device_ids=cpu,cpu"
+        found = f"found {len(chosen)} of {len(gpus)} GPUs that others leave free"
+        remedy = "Wait, share (launch.share_gpus=true), lower launch.min_free_memory_gib, or set device_ids=cpu,cpu"
         if len(chosen) < number and (chosen or wanted != "auto"):
             raise ConfigError(f"device_ids={wanted}: {number} are needed, and {found}. {remedy}.")
         if not chosen:
