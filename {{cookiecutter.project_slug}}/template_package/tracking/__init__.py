@@ -139,7 +139,7 @@ class Tracking:
                 "epoch %d (%s): training loss %.4g, %s",
                 values["epoch"],
                 position,
-                values["loss"],
+                values.get("epoch_loss", values["loss"]),
                 speed,
             )
         elif self._bar.disable:
