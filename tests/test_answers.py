@@ -226,7 +226,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_printable_text_arrives_as_typed(template: Path, tmp_path: Path, text: str) -> None:
-    names = {"project_slug": "net", "package_name": "net"}
+    names = {"project_slug": "net", "package_name": "net", "license": "MIT"}
     project = bake(
         template, tmp_path, project_name=text, description=text, author_name=text, **names
     )

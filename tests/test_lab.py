@@ -345,12 +345,26 @@ def test_update_tells_unfinished_runs_before_it_changes_anything(
     commit(project)
 
     edit(config, "every_steps: 20 ", "every_steps: 25 ")  # decides nothing
+    code_of_the_engine = repository / PROJECT / "template_package" / "trainer.py"
+    edit(code_of_the_engine, "import math\n", "import math  # of the second version\n")
     commit(repository)
     for name, status in (("stopped", "stopped"), ("killed", None), ("sweep/trial_3", None)):
         make_run(runs / name, status)
     code, output = update(project, str(repository))
     begin = "unfinished runs (3): killed, stopped, sweep/trial_3\n"
     assert code == 0 and output.startswith(f"{begin}  The update changes no default"), output
+    commit(project)
+
+    # what no config holds, and a run that goes on would learn from
+    edit(
+        repository / PROJECT / "examples" / "stub" / "dataset.py",
+        "import torch\n",
+        "import torch  # new\n",
+    )
+    commit(repository)
+    code, output = update(project, str(repository))
+    assert code == 0, output
+    assert output.startswith(f"{begin}  The update changes dataset.py. A run that goes on"), output
     commit(project)
 
     edit(config, "learning_rate: 3e-3 ", "learning_rate: 1e-3 ")

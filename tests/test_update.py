@@ -314,6 +314,7 @@ def test_project_follows_a_template_that_retires_its_answers(
     commit(repository)
     code, output = update(project, str(repository))
     assert code == 0, output
+    assert output.count("example=text is retired: example=sentences takes its place\n") == 1
     assert dict(read_origin(project)["answers"])["example"] == "sentences"  # type: ignore[call-overload]
     text = (project / "net" / "model.py").read_text(encoding="utf-8")
     assert text.startswith('# mine\n"""') and text.endswith("# of the second version\n")
@@ -331,6 +332,7 @@ def test_project_follows_a_template_that_retires_its_answers(
     commit(repository)
     code, output = update(project, str(repository))
     assert code == 1, "both have changed the line of the seed"
+    assert output.count("example=sentences is retired: the project keeps its files\n") == 1
     assert "kept, since the template no longer offers what brought it: net/model.py\n" in output
     assert git(project, "diff", "--name-only", "--diff-filter=U") == "config.yaml\n"
     now = files_beside_git(project)

@@ -33,6 +33,7 @@ origin() {
 print_answers() {
   "${PYTHON:-python3}" - "$work" "$@" <<'PYTHON'
 import json
+import os
 import sys
 
 work, *words = sys.argv[1:]
@@ -45,15 +46,23 @@ def is_offered(name, answer):
     return name in questions and not (isinstance(questions[name], list) and answer not in questions[name])
 
 
+def tell(line):
+    if os.environ.get("TELL"):  # of the three calls, once
+        print(line, file=sys.stderr)
+
+
 answers, kept = {**old["answers"], **changes}, []
 for name, answer in [*answers.items()]:
     retired = questions.get("_retired", {}).get(name, {})
     while not is_offered(name, answer) and answer in retired:
         del answers[name]
+        former = f"{name}={answer}"
         if retired[answer] is None:
             kept.append(name)
+            tell(f"{former} is retired: the project keeps its files")
             break
         name, answer = f"{name}={retired[answer]}".split("=")[-2:]
+        tell(f"{former} is retired: {name}={answer} takes its place")
         answers[name] = answer
         retired = questions["_retired"].get(name, {})
 for name, answer in answers.items():
@@ -115,7 +124,8 @@ runs = (path.parent for path in folder.glob("**/checkpoints"))
 names = sorted(str(run.relative_to(folder)) for run in runs if is_unfinished(run))
 if names:
     (old,), (new,) = (Path(sys.argv[1], name).glob("*/config.yaml") for name in ("old", "new"))
-    (checkpoint,) = new.parent.glob("*/core/checkpoint.py")
+    former, latter = old.parent, new.parent
+    (checkpoint,) = latter.glob("*/core/checkpoint.py")
     decisive = re.search(r"^DECISIVE = \(([^)]*)\)", checkpoint.read_text(encoding="utf-8"), re.MULTILINE)[1]
     decisive = tuple(re.findall(r'"([\w.]+)"', decisive))
     old, new, own = values(old), values(new), values(Path("config.yaml"))
@@ -125,6 +135,15 @@ if names:
         if re.match(rf"({'|'.join(decisive)})([.]|$)", key) and new.get(key, old[key]) != old[key] == own.get(key, old[key])
     ]
     print(f"unfinished runs ({len(names)}): {', '.join(names[:9])}{', …' if names[9:] else ''}")
+    code = [
+        path.name
+        for path in checkpoint.parents[1].glob("*.py")
+        if path.name in ("model.py", "dataset.py", "lab.py") and (former / path.relative_to(latter)).exists()
+        and path.read_bytes() != (former / path.relative_to(latter)).read_bytes()
+    ]
+    if code:
+        print(f"  The update changes {', '.join(sorted(code))}. A run that goes on then computes something else, and nothing refuses it.")
+        print("  Let these runs end first.")
     if changes:
         print(f"  The update changes {'; '.join(changes)}. A run that reads them with the former values will be refused.")
         print("  Let these runs end first, or write the former values into config.yaml afterwards.")
@@ -184,7 +203,7 @@ done
 git init --quiet --bare "$work/versions"
 old=$(sed -n 1p "$work/found") new=$(sed -n 2p "$work/found")
 git -C "$work/template" checkout --quiet --detach "$new"
-print_answers ${changes[@]+"${changes[@]}"} >"$work/answers" || exit 1
+TELL=1 print_answers ${changes[@]+"${changes[@]}"} >"$work/answers" || exit 1
 first=()
 if [[ -s $work/kept ]]; then # the difference is then that of a project with the first answer
   cp "$work/kept" "$work/no-longer-offered"

@@ -213,7 +213,9 @@ def test_stage_3_resumes_exactly(project: Project) -> None:
     more = [*words(3), *RANDOM, "checkpoint.every_steps=4"]
     path = project.directory("run") / "checkpoints" / "step_00000004.pt"
     project.run_many({"run": more, "resumed": [*more, f"checkpoint.resume={path}"]})
-    assert project.lines("resumed") == project.lines("run")[4:]
+    lines = project.lines("run")[4:]
+    del lines[-1]["epoch_loss"]  # of an epoch that another run has begun
+    assert project.lines("resumed") == lines
     assert_equal(project.checkpoint("resumed", 7), project.checkpoint("run", 7))
 
 
