@@ -73,7 +73,9 @@ def test_navigation_of_the_site_names_every_page_and_no_other() -> None:
 
 @pytest.mark.fork
 def test_key_reference_is_what_the_config_says() -> None:
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run `make docs`"
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), (
+        "type `python tools/reference.py` with an environment of make (.venv, .cache/fork), or `make docs`"
+    )
 
 
 def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

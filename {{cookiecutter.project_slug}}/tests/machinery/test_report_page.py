@@ -91,9 +91,9 @@ def test_report_of_a_real_run_holds_its_numbers(project: Project) -> None:
         assert f" {number:.5g} " in page.text
     assert all(
         title in page.text
-        for title in ("loss", "absolute_error", "learning_rate", "samples_per_second")
+        for title in "loss epoch_loss absolute_error learning_rate samples_per_second".split()
     )
-    assert page.tags.count("svg") == 4 and "script" not in page.tags and page.addresses == []
+    assert page.tags.count("svg") == 5 and "script" not in page.tags and page.addresses == []
     assert re.search(r"optimizer.learning_rate\s+0.01\s+0.003", page.text), "value and default"
 
     assert project.run("report", "a", "b").strip() == "runs/report.html"
