@@ -27,6 +27,12 @@ BETWEEN_TWO = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="one GPU: NCCL wants one for each rank"
 )
 TWO = pytest.param(("device_ids=[0,1]",), marks=BETWEEN_TWO, id="nccl")
+PAIRS = [
+    ("ddp", ONE),
+    ("ddp", SHARED),
+    ("fsdp", SHARED),
+    *(pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO) for strategy in ("ddp", "fsdp")),
+]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 FP32 = ("training.precision=fp32", "training.tf32=false")
 
@@ -106,15 +112,7 @@ def test_group_of_nccl_with_one_rank_trains(project: Project) -> None:
 
 
 @limit(90)
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [
-        ("ddp", ONE),
-        ("ddp", SHARED),
-        ("fsdp", SHARED),
-        *(pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO) for strategy in ("ddp", "fsdp")),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "devices"), PAIRS)
 def test_resumed_run_equals_uninterrupted_run_to_the_bit(
     project: Project, strategy: str, devices: tuple[str, ...]
 ) -> None:
@@ -268,15 +266,7 @@ def test_fsdp_in_16_bits_trains_a_model_with_norms_as_ddp_does(
 
 
 @limit(120)
-@pytest.mark.parametrize(
-    ("strategy", "devices"),
-    [
-        ("ddp", ONE),
-        ("ddp", SHARED),
-        ("fsdp", SHARED),
-        *(pytest.param(strategy, *TWO.values, marks=BETWEEN_TWO) for strategy in ("ddp", "fsdp")),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "devices"), PAIRS)
 def test_loss_over_the_global_batch_is_that_of_the_cpu(
     project: Project, strategy: str, devices: tuple[str, ...]
 ) -> None:
