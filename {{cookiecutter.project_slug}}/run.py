@@ -99,4 +99,4 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     from template_package.core.processes import end_process
 
-    end_process(exit_code, is_rank=False)  # launch() ends a rank that a launcher has started
+    end_process(exit_code, at_once=False)  # launch() ends a rank that a launcher has started

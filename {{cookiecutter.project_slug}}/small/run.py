@@ -141,4 +141,4 @@ if __name__ == "__main__":
             signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
     code = main(sys.argv[1:])
     # After an error on a GPU, CUDA would abort a process that ends in the normal way.
-    end_process(code, is_rank="RANK" in os.environ or code == 1)
+    end_process(code, at_once="RANK" in os.environ or code == 1)

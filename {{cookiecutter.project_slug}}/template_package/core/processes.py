@@ -47,11 +47,14 @@ def settle_process() -> None:
         tempfile.tempdir = own
 
 
-def end_process(code: int, *, is_rank: bool) -> NoReturn:
-    """End this process. A rank leaves at once: on a normal exit, gloo's threads crash it one time in ten."""
+def end_process(code: int, *, at_once: bool) -> NoReturn:
+    """End this process.
+
+    A rank ends at once: on a normal exit, gloo's threads crash it one time in ten.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if is_rank:
+    if at_once:
         os._exit(code)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would tell of the next line
     for worker in multiprocessing.active_children():  # that reads; it heeds no SIGTERM

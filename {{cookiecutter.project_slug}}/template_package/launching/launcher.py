@@ -90,7 +90,7 @@ def launch(run_fn: RunFunction, config: Config, node: Node, world_size: int) -> 
         console = os.fdopen(
             os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1
         )
-        end_process(_run_rank(run_fn, config, context, console), is_rank=True)
+        end_process(_run_rank(run_fn, config, context, console), at_once=True)
     while (code := _start_ranks(run_fn, config, contexts)) == processes.OUT_OF_MEMORY:
         contexts = [replace(context, attempt=context.attempt + 1) for context in contexts]
         gc.collect()  # a single rank has run here: its model may be part of a cycle, and still on the GPU

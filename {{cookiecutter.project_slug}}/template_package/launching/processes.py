@@ -160,7 +160,7 @@ def _main(work: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     if alive := vars(forkserver._forkserver).get("_forkserver_alive_fd"):
         # the launching process alone keeps the fork server, this rank's parent, alive
         os.close(alive)
-    end_process(work(*arguments) or DONE, is_rank=True)
+    end_process(work(*arguments) or DONE, at_once=True)
 
 
 @contextmanager
