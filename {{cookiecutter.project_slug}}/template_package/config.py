@@ -61,6 +61,8 @@ class FsdpConfig:
     cpu_offload: bool = False  # parameters wait in host memory, where the optimizer steps
     # false keeps weights gathered until backward: faster, more memory
     reshard_after_forward: bool = True
+    # 2: half of the ranks hold all weights together, and so does the other half
+    replicas: PositiveInt = 1
 
 
 @dataclass
@@ -95,6 +97,7 @@ class TrainingConfig(core.TrainingConfig):
 class CheckpointConfig(core.CheckpointConfig):
     # a file of weights to begin with: .pt, .pth, .bin or .safetensors
     initial_weights: str | None = None
+    sharded: bool = False  # fsdp: each rank writes its part, while the next steps run
 
 
 @dataclass

@@ -19,20 +19,20 @@ from torch.nn.utils import get_total_norm
 
 from .config import Config, settings_without_effect
 from .core.checkpoint import (
-    CheckpointFolder,
     find_run,
     read_once,
     recount,
     run_lock,
     tell_changes,
 )
-from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
+from .core.checks import build_model, check_finite, check_global_batch, check_replicas, rehearse
 from .core.evaluation import figures_of, total_of
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
-from .data import build_datasets, create_loader, seed_generators
+from .data import build_datasets, create_loader
 from .errors import ConfigError, Interrupted, StopRun
+from .extras.sharded import Checkpoints
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision
 from .tracking import Tracking
@@ -75,19 +75,16 @@ class Trainer:
                 training.epochs,
                 all_steps,
             )
-        self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
+        self.checkpoints = Checkpoints(directory / "checkpoints", config)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
-        # again: building the data sets may have drawn, and not alike on all ranks
-        seed_generators(config.seed)
-        with context.local_rank_first("model"):
-            model = check_model(task.build_model(config.model))
-        if config.checkpoint.initial_weights is not None:
-            load_weights(
-                model, Path(config.checkpoint.initial_weights), "checkpoint.initial_weights="
-            )
-        task.on_epoch_begin(model, 0)
+        load: dict[str, Any] = {}
+        if path := config.checkpoint.initial_weights:
+            key = "checkpoint.initial_weights="
+            load["load"] = partial(load_weights, path=Path(path), source=key)
+        model = build_model(task, config, context, **load)
         # from the process's start to the end of its first step
         self.startup_seconds: float | None = None
+        self.num_saves = 0  # by this process
         # epochs for which this process called on_epoch_begin() of model.py
         self.num_epochs_begun = 1
         self.strategy = create_strategy(config, context)
@@ -178,6 +175,7 @@ class Trainer:
             self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit
         if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
+        self.checkpoints.begin(self.strategy)
         # Only now: a start that is refused leaves the run's files as they are.
         self.tracking = Tracking(
             directory, self.config, self.context, step=progress.step, total_steps=self.total_steps,
@@ -235,6 +233,7 @@ class Trainer:
         if self.average is not None:
             self.average.update(progress.step)
         self.losses.append((sums["loss"], progress.step, progress.batch_size))
+        self.checkpoints.check()
         if self.profiler is not None:
             self.profiler.step()
         is_first, every = self.startup_seconds is None, config.training.check_replicas_every_steps
@@ -278,6 +277,8 @@ class Trainer:
                 values = self.evaluator.run(
                     self.strategy, lambda: not stop.allows(), self.tracking.log(progress.step)
                 )
+            if self.task.on_evaluation_end is not None:
+                self.checkpoints.latest = None  # it may have changed the model
             if progress.best is None:
                 self.evaluator.check_means(self.strategy)
             progress.is_evaluation_pending = False
@@ -302,9 +303,10 @@ class Trainer:
             state = collect_state(
                 self.strategy, self.progress, self.config, self.average, self.loader.cursor
             )
-            beat()  # writing may take up to launch.timeout_minutes
-            if state is not None:  # rank 0
-                self.checkpoints.save(state, is_best=is_best)
+            if self.context.is_main or self.checkpoints.is_sharded:
+                self.checkpoints.save(state, is_best=is_best, beat=beat)
+            self.num_saves += 1
+            self.context.wait_for_main(f"save {self.num_saves}", beat)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one."""
@@ -353,6 +355,7 @@ class Trainer:
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
             self.save()
+            self.checkpoints.wait(beat)
         self.loader.close()
         if self.profiler is not None:
             self.profiler.stop()
@@ -374,7 +377,9 @@ class Trainer:
         summary["samples_per_second"] = (progress.num_samples_seen - self.clock.first_sample) / max(
             seconds, 1e-9
         )
-        progress.best = write_summary(self.directory, summary, self.config, self.strategy)["best"]
+        progress.best = write_summary(
+            self.directory, summary, self.config, self.strategy, self.checkpoints
+        )["best"]
         self.tracking.close()
         self.strategy.close()
         logger.info("%s: %s (%s)", status, progress.describe(), self.directory)

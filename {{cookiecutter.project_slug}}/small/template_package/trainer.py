@@ -28,7 +28,7 @@ from .core.checkpoint import (
     recount,
     tell_changes,
 )
-from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
+from .core.checks import build_model, check_finite, check_global_batch, check_replicas, rehearse
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -100,10 +100,8 @@ class Trainer:
         self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         self.startup_seconds: float | None = None
-        seed_generators(config.seed)  # building the data sets may have drawn
-        with rank.local_rank_first("model"):
-            model = check_model(task.build_model(config.model))
-        task.on_epoch_begin(model, 0)
+        self.num_saves = 0  # by this process
+        model = build_model(task, config, rank)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
@@ -269,7 +267,6 @@ class Trainer:
             self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step, 0))
             check_finite(self.losses, self.progress, self.rank)
             states = gather_objects(pack(get_random_states(self.rank.device)))
-            stop.beat()
             if states is not None:
                 own = vars(self.progress).copy()
                 own["early_stopping"] = {  # the name of the format, which size=full shares
@@ -279,7 +276,9 @@ class Trainer:
                 }
                 own["random_states"] = [unpack(content) for content in states]
                 own |= {"format_version": FORMAT_VERSION, "config": to_dict(self.config)}
-                self.checkpoints.save(state | own, is_best=is_best)
+                self.checkpoints.save(state | own, is_best=is_best, beat=stop.beat)
+            self.num_saves += 1
+            self.rank.wait_for_main(f"save {self.num_saves}", stop.beat)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one. Refuse one of another model or data."""

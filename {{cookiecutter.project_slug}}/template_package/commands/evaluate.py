@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
-from ..core.checkpoint import CheckpointFolder, check_same, load_checkpoint, read_once
+from ..core.checkpoint import check_same, read_once
 from ..core.config import differing_keys, to_dict
 from ..core.ranks import from_main
 from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
+from ..extras.sharded import Checkpoints, read_whole
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, rank_context
 from ..optional_files import available_files
@@ -84,12 +85,14 @@ def restore(
 ) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
     # other files: weights of any program
-    is_checkpoint = path.name == "best.pt" or path.name.startswith("step_")
-    state = read_once(
-        lambda: (
-            load_checkpoint(path) | {"optimizer": {}} if is_checkpoint else {"step": 0, "epoch": 0}
-        )
-    )
+    is_checkpoint = path.suffix == ".dcp" or path.name.startswith(("best.pt", "step_"))
+
+    def read() -> dict[str, Any]:
+        if not is_checkpoint:
+            return {"step": 0, "epoch": 0}
+        return read_whole(Checkpoints(path.parent, config).load(path) | {"optimizer": {}})
+
+    state = read_once(read)
     # a split that build_datasets() draws is that of the training
     config.seed = state.get("config", {}).get("seed", config.seed)
     settle_precision(config, context)
@@ -114,10 +117,8 @@ def find_checkpoint(config: Config, directory: Path) -> Path:
     """Return the path of the checkpoint that `evaluation.checkpoint` selects. All ranks must call this function."""
 
     def find() -> Path:
-        checkpoints, choice = (
-            CheckpointFolder(directory / "checkpoints"),
-            config.evaluation.checkpoint,
-        )
+        checkpoints = Checkpoints(directory / "checkpoints", config)
+        choice = config.evaluation.checkpoint
         last = next(iter(checkpoints.newest_first()), checkpoints.folder / "step_*.pt")
         path = {"best": checkpoints.best, "last": last}.get(choice, Path(choice))
         if not path.exists():

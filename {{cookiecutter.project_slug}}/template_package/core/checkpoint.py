@@ -6,6 +6,7 @@ continued on another number of ranks, with another strategy, and with size=full.
 
 import errno
 import fcntl
+import io
 import logging
 import os
 import re
@@ -70,30 +71,64 @@ def run_lock(directory: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_UN)  # to close it would not do: workers have it too
 
 
+class WatchedFile(io.BufferedWriter):
+    """A file to write to, which calls beat() as it grows: a slow disk is no dead one."""
+
+    def __init__(self, path: Path, beat: Callable[[], object]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._beat, self._num_unsynced = beat, 0
+
+    def write(self, data: Any) -> int:
+        self._beat()
+        number = super().write(data)
+        self._num_unsynced += number
+        if (
+            self._num_unsynced > 2**30
+        ):  # the system would keep much more, and then be silent for long
+            self._num_unsynced = 0
+            os.fsync(self.fileno())
+        return number
+
+
 class CheckpointFolder:
     """A run's checkpoints: best.pt, and the latest `keep_last` such as step_00000120.pt."""
 
     def __init__(self, folder: Path, keep_last: int | None = None) -> None:
-        self.folder, self.best = folder, folder / "best.pt"
-        self._keep_last = keep_last or sys.maxsize
+        self.folder, self._keep_last = folder, keep_last or sys.maxsize
         self._is_verified = False
+
+    @property
+    def best(self) -> Path:
+        return self.folder / "best.pt"
 
     def newest_first(self) -> list[Path]:
         """Return the checkpoints to continue from, the latest step first and best.pt last."""
         # A link may lead to a disk that is away: then listdir raises.
+        # Folders (.dcp) are of size=full.
         names = os.listdir(self.folder) if os.path.lexists(self.folder) else []
-        names = [name for name in names if re.fullmatch(r"(step_\d{8}|best)\.pt", name)]
+        names = [name for name in names if re.fullmatch(r"(step|best)(_\d{8})?\.(pt|dcp)", name)]
         return [self.folder / name for name in sorted(names, reverse=True)]
 
-    def save(self, state: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write a checkpoint, then delete those beyond `keep_last`."""
-        path = self.best if is_best else self.folder / f"step_{state['step']:08d}.pt"
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        is_best: bool = False,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Write a checkpoint, then delete those beyond `keep_last`. Call beat() while bytes are written."""
+        path = self.folder / ("best.pt" if is_best else f"step_{state['step']:08d}.pt")
         self.folder.mkdir(exist_ok=True)
+        self.write(path, state, beat)
+        self.delete_old(path)
+
+    def write(self, path: Path, state: dict[str, Any], beat: Callable[[], object]) -> None:
+        """Write a file. Of the first one, make sure that it can be read."""
         # torch.load refuses NumPy's numbers: rates of a user's optimizer, say.
         state = apply_to_collection(state, numpy.generic, numpy.generic.item)
 
         def write(beside: Path) -> None:
-            with beside.open("wb") as file:
+            with WatchedFile(beside, beat) as file:
                 try:
                     torch.save(state, file)
                 except RuntimeError as error:  # torch's own message does not tell of a full disk
@@ -104,16 +139,25 @@ class CheckpointFolder:
         if not self._is_verified:  # a state that torch.load refuses could never be continued
             load_checkpoint(path)
             self._is_verified = True
+
+    def delete_old(self, path: Path) -> None:
+        """Delete the checkpoints before `path` that are beyond `keep_last`."""
         # Files of later steps do not count: this run could not read them when it started.
         former = [one for one in self.newest_first() if "step" < one.name <= path.name]
         for old in former[self._keep_last :]:
-            old.unlink()
+            self.delete(old)
+
+    def delete(self, path: Path) -> None:
+        path.unlink()
+
+    def load(self, path: Path, source: str = "checkpoint ") -> dict[str, Any]:
+        return load_checkpoint(path, source)
 
     def load_first(self, paths: Sequence[Path]) -> dict[str, Any]:
         """Return the state of the first path that can be read. Raise ConfigError if none can."""
         for path in paths:
             try:
-                return load_checkpoint(path)
+                return self.load(path)
             except ConfigError as error:
                 logger.warning("warning: %s Another one is tried.", error)
         raise ConfigError(f"{self.folder}: no checkpoint can be read. Choose another name=…")
@@ -124,7 +168,7 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
 
     Raise OSError if the disk fails: an older checkpoint would not help.
     """
-    try:
+    with readable(path, source):
         with zipfile.ZipFile(path) as file:  # torch.load reads flipped bits without a word
             if file.testzip() is not None:
                 raise ValueError("its bits have changed")
@@ -132,13 +176,19 @@ def load_checkpoint(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, "cpu", mmap=True, weights_only=True)
         if dict(state).get("format_version") != FORMAT_VERSION:
             raise ValueError(f"it is no checkpoint of this project's format {FORMAT_VERSION}")
+    return state
+
+
+@contextmanager
+def readable(path: Path, source: str) -> Iterator[None]:
+    """Raise ConfigError if the body finds that the checkpoint is damaged."""
+    try:
+        yield
     except Exception as error:  # a damaged file may fail anywhere
-        is_damaged = not isinstance(error, OSError) or error.errno in (errno.EINVAL, errno.ENOENT)
-        if not is_damaged:
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
         problem = f"{source}{path} cannot be used ({one_line(error)})"
         raise ConfigError(f"{problem}. Remove it or name another.") from None
-    return state
 
 
 def read_once(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -186,7 +236,7 @@ def find_run(
     if wanted in ("auto", "never"):
         return {}
     source = "checkpoint.resume="
-    state = load_checkpoint(Path(wanted), source)
+    state = checkpoints.load(Path(wanted), source)
     check_same(state["config"], config, ("optimizer.name", "model"), source + wanted, remedy)
     return state | {"is_of_other_run": True}
 

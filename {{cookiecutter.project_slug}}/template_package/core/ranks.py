@@ -6,6 +6,7 @@ If there is one rank, there is no process group, and each function acts as if it
 import io
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ class Rank:
         finally:
             if self.local_rank == 0 and self.local_world_size > 1:
                 self.store.set(key, "")
+
+    def wait_for_main(self, task: str, beat: Callable[[], object]) -> None:
+        """Wait until rank 0 has come here, however long it takes: a collective would give up."""
+        key = f"main/{task}"
+        if self.is_main and self.store is not None:
+            self.store.set(key, "")
+        while not (self.is_main or self.store.check([key])):
+            beat()
+            time.sleep(0.01)
 
 
 def num_usable_cores() -> int:

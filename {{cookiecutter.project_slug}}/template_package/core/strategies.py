@@ -77,7 +77,7 @@ class Strategy:
     needs_all_gradients = False
 
     def __init__(self, config: Config, rank: Rank) -> None:
-        self.config, self.rank = config, rank
+        self.config, self.rank, self.collect = config, rank, gather
         self.dtype = DTYPES.get(
             config.training.precision
         )  # of matrix products; None: as the weights
@@ -160,12 +160,12 @@ class Strategy:
             for group in self.optimizer.param_groups
         ]
         values = {self._names[parameter]: own for parameter, own in self.optimizer.state.items()}
-        optimizer = gather({"state": values, "param_groups": groups}, self.rank)
+        optimizer = self.collect({"state": values, "param_groups": groups}, self.rank)
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def get_weights(self) -> dict[str, Any]:
         """Return the model's state dict, as state_dict() does."""
-        weights: dict[str, Any] = gather(self.module.state_dict(), self.rank)
+        weights: dict[str, Any] = self.collect(self.module.state_dict(), self.rank)
         return weights
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -275,6 +275,7 @@ class FsdpStrategy(Strategy):
     def __init__(self, config: Config, rank: Rank) -> None:
         super().__init__(config, rank)
         self.options: Any = {"reshard_after_forward": True}
+        self.mesh = {"shard": rank.world_size}
 
     def move(self, module: nn.Module) -> nn.Module:
         return module  # wrap() moves one unit after the other: the whole may not fit on a device
@@ -297,13 +298,21 @@ class FsdpStrategy(Strategy):
                 part for part in module.modules() if isinstance(part, NORMS) and is_alone(part)
             ]
             torch.backends.mha.set_fastpath_enabled(False)  # it reads norms around their forward
-        mesh = init_device_mesh(self.rank.device.type, (self.rank.world_size,))
+        mesh = init_device_mesh(
+            self.rank.device.type, (*self.mesh.values(),), mesh_dim_names=(*self.mesh,)
+        )
         for unit in dict.fromkeys([*norms, *units, module]):
             self._check_kinds(unit, module)
             for tensor in (*unit.parameters(), *unit.buffers()):
-                if not isinstance(tensor, DTensor):  # not sharded yet, as inner units are
-                    tensor.data = tensor.data.to(self.rank.device).contiguous()
-                    broadcast(tensor, self.rank)
+                if isinstance(tensor, DTensor):  # of an inner unit
+                    continue
+                if tensor.is_meta:  # build_model() of checks.py
+                    empty = torch.empty_like(tensor, device=self.rank.device)
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, tensor.requires_grad)
+                    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+                tensor.data = tensor.data.to(self.rank.device).contiguous()
+                broadcast(tensor, self.rank)
             dtype = None if unit in norms else self.dtype
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             self._root = fully_shard(unit, mesh=mesh, mp_policy=policy, **self.options)
@@ -395,6 +404,8 @@ def gather(value: Any, rank: Rank) -> Any:
 
 def receive(value: Tensor, rank: Rank, like: Tensor | None = None) -> Tensor:
     """Copy rank 0's `value` to this rank's device, sharded as `like`. Others pass a meta tensor."""
+    if isinstance(value, DTensor):  # it has its part
+        return value
     if value.is_meta:
         value = torch.empty_like(value, device=rank.device)
     whole = value.to(rank.device).contiguous()

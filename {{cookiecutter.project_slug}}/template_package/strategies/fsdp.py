@@ -7,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..config import Config
 from ..core.strategies import FsdpStrategy
+from ..errors import ConfigError
 from ..launching.distributed import RankContext, join_group
 from .base import Strategy
 
@@ -18,6 +19,13 @@ class FullyShardedStrategy(Strategy, FsdpStrategy):
         super().__init__(config, context)
         join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
         self.options["reshard_after_forward"] = config.fsdp.reshard_after_forward
+        if (replicas := config.fsdp.replicas) > 1:
+            if context.world_size % replicas:
+                rule = f"must divide the {context.world_size} ranks"
+                raise ConfigError(
+                    f"fsdp.replicas={replicas}: {rule}. Set it to the number of nodes."
+                )
+            self.mesh = {"replicate": replicas, "shard": context.world_size // replicas}
         if config.fsdp.cpu_offload:
             policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
             self.options["offload_policy"] = policy

@@ -15,6 +15,7 @@ from ..core.config import to_dict
 from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
+from ..extras.sharded import read_parts
 from ..strategies.base import Strategy
 from .optimization import WeightAverage
 from .progress import Progress
@@ -35,6 +36,7 @@ def load_run(
         if former != progress.num_samples:
             problem = f"was begun with {former} training samples, and there are {progress.num_samples} now"
             raise ConfigError(f"name={config.name}: {problem}. {CONTINUE}")
+        state = read_parts(state, strategy)
         strategy.load_state_dict(state)
         if average is not None:  # if ema_decay is new, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
@@ -51,17 +53,13 @@ def collect_state(
     config: Config,
     average: WeightAverage | None,
     cursor: Any,
-) -> dict[str, Any] | None:
-    """Return the content of a checkpoint on rank 0, and None on the other ranks. All ranks must call this function."""
+) -> dict[str, Any]:
+    """Return what a checkpoint holds, as strategy.collect() leaves it to the ranks. All must call this."""
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
     packed = gather_objects(pack(get_random_states(*strategy.rank.devices) | {"cursor": cursor}))
-    return (
-        None
-        if packed is None
-        else state | {"random_states": [unpack(content) for content in packed]}
-    )
+    return state | {"random_states": [unpack(content) for content in packed or []]}
 
 
 def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.strategies import gather, receive
+from ..core.strategies import receive
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class WeightAverage:
                 for name, weight in self._strategy.get_weights().items()
             }
         for name, average in self._wider.items():
-            weights[name] = gather(average, self._strategy.rank)
+            weights[name] = self._strategy.collect(average, self._strategy.rank)
         return weights
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:

@@ -14,9 +14,10 @@ import torch
 import yaml
 
 from ..config import Config
-from ..core.checkpoint import CheckpointFolder, export_weights
+from ..core.checkpoint import export_weights
 from ..core.config import to_dict
 from ..core.ranks import gather_objects
+from ..extras.sharded import Checkpoints, read_whole
 from ..files import template_facts, write_json, write_whole
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
@@ -80,7 +81,11 @@ def write_environment(
 
 
 def write_summary(
-    directory: Path, summary: dict[str, Any], config: Config, strategy: Strategy
+    directory: Path,
+    summary: dict[str, Any],
+    config: Config,
+    strategy: Strategy,
+    checkpoints: Checkpoints,
 ) -> dict[str, Any]:
     """Add entries to `summary` and return it. On rank 0, write it and the best weights. All ranks must call this."""
     context = strategy.rank
@@ -101,9 +106,8 @@ def write_summary(
     summary |= {"global_batch_size": config.training.global_batch_size, "peak_memory_mib": peaks}
     if not context.is_main:
         return summary
-    checkpoints = CheckpointFolder(directory / "checkpoints")
     if paths := sorted(checkpoints.newest_first(), key=lambda path: path != checkpoints.best):
-        state = checkpoints.load_first(paths)
+        state = read_whole(checkpoints.load_first(paths) | {"optimizer": {}})
         # best.pt may come from steps that a crash lost and that were repeated
         summary["best"] = state["best"]
         export_weights(

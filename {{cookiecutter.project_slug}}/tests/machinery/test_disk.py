@@ -136,3 +136,12 @@ def test_slow_disk_changes_nothing_and_one_slower_than_the_limit_is_told(project
     assert "resuming after step 2 of 7" in project.run(*words)
     assert project.lines("run") == project.lines("undisturbed")
     assert not list(project.directory("run").rglob(".*.tmp"))
+
+
+def test_save_may_take_longer_than_the_limit_while_its_file_grows(project: Project) -> None:
+    words = ("device_ids=cpu,cpu", "training.max_steps=2", "evaluation.every_epochs=null")
+    project.run("name=undisturbed", *words)
+    write = "number = super().write(data)"
+    project.edit("core/checkpoint.py", write, f"{write}; __import__('time').sleep(0.03)")
+    project.run("name=slow", *words, "launch.timeout_minutes=0.03")  # 1.8 s, which a save exceeds
+    assert project.lines("slow") == project.lines("undisturbed")

@@ -274,3 +274,73 @@ def test_norm_that_is_a_block_and_norms_with_one_weight_train(context: RankConte
     model = nn.Sequential(nn.Linear(8, 8), norm, nn.Sequential(nn.Linear(8, 8), shared), other)
     strategy = strategy_of(context, precision="bf16")
     strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+HELD = """
+_build = build_model
+
+
+def build_model(config):
+    model = _build(config)
+    model.held = {value}
+    print("built with values:", not next(model.parameters()).is_meta, flush=True)
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("None", None),
+        ("float(next(model.parameters()).sum())", "meta tensors"),
+        ('{"scales": [torch.ones(2)]}', "it holds a tensor that is neither parameter nor buffer"),
+        ('float(torch.rand(1, device="cpu"))', "it draws on the CPU"),
+    ],
+)
+def test_other_ranks_build_the_model_without_memory_unless_it_needs_values(
+    project: Project, value: str, problem: str | None
+) -> None:
+    project.append("model.py", HELD.format(value=value))
+    project.run_many({name: [f"strategy={name}", *WORDS] for name in ("ddp", "fsdp")})
+    losses, expected = (
+        [line["loss"] for line in project.lines(name, "train")] for name in ("fsdp", "ddp")
+    )
+    assert losses == pytest.approx(expected, rel=SAME)
+    first, second = (
+        (project.directory("fsdp") / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)
+    )
+    assert "built with values: True" in first and "builds the whole model" not in first
+    if problem is None:
+        assert "built with values: False" in second and "True" not in second
+    else:
+        assert "builds the whole model" in second and problem in second
+        assert "built with values: True" in second
+
+
+def test_replicas_hold_the_weights_twice_and_change_no_result(project: Project) -> None:
+    four = ["strategy=fsdp", "device_ids=cpu,cpu,cpu,cpu", *WORDS[1:], "checkpoint.every_steps=4"]
+    project.run_many({f"in-{n}": [*four, f"fsdp.replicas={n}"] for n in (1, 2, 4)})
+    expected = project.lines("in-1", "train")
+    for number in (2, 4):
+        for line, same in zip(project.lines(f"in-{number}", "train"), expected, strict=True):
+            assert line["loss"] == pytest.approx(same["loss"], rel=SAME)
+            assert line["gradient_norm"] == pytest.approx(same["gradient_norm"], rel=SAME)
+    others = {"whole": ["strategy=ddp", WORDS[0]], "one": ["strategy=fsdp", "device_ids=cpu"]}
+    for name, words in others.items():  # it goes on elsewhere
+        project.rewind("in-2", 4, name)
+        project.run(f"name={name}", *words, *WORDS[1:])
+        losses = [line["loss"] for line in project.lines(name, "train")]
+        assert losses == pytest.approx([line["loss"] for line in expected], rel=SAME)
+    problem = project.run("name=odd", *four, "fsdp.replicas=3", code=2)
+    assert "fsdp.replicas=3: must divide the 4 ranks" in problem
+
+
+@pytest.mark.parametrize(("replicas", "rows"), [(1, 2), (3, 6)])
+def test_rank_holds_its_part_of_its_replica(context: RankContext, replicas: int, rows: int) -> None:
+    config = config_of()
+    config.fsdp.replicas = replicas
+    strategy = FullyShardedStrategy(config, context)
+    strategy.prepare(nn.Sequential(nn.Linear(4, 6)), None)
+    (weight, _) = strategy.module.parameters()
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().shape == (rows, 4)

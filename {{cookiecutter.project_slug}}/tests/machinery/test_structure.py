@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "template_package"
-MAX_MODULES_OF_TRAINER = 21
+MAX_MODULES_OF_TRAINER = 22
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
     "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
-    "trainer": "training strategies tracking data launching.distributed core config files errors",
-    "training": "strategies tracking data launching.distributed launching.processes core config files errors",
+    "trainer": "training strategies tracking data extras.sharded launching.distributed core config files errors",
+    "training": "strategies tracking data extras.sharded launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed core config options_deepspeed errors",
     "tracking": "launching.distributed core.config core.processes core.ranks config files errors",
     "data": "launching.distributed core config optional_files errors",
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": "core optional_files errors",
     "optional_files": "",
     "core": "model dataset files errors",
-    "extras": "core config data launching.distributed errors",
+    "extras": "core config data launching.distributed files errors",
     "model": "dataset lab core.global_batch errors",
     "dataset": "model lab errors",
     "lab": "errors",  # a fork's own module

@@ -1,0 +1,260 @@
+"""checkpoint.sharded: under FSDP each rank writes its part of a checkpoint, while the next steps run.
+
+Such a checkpoint is a folder, step_00000120.dcp or best_00000120.dcp. It holds what torch.distributed.checkpoint
+wrote, crc.json with a checksum of each of those files, and rest.pt with all else. It gets its name once it is whole.
+A run goes on from it with any strategy, on any number of ranks.
+"""
+
+import json
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..config import Config
+from ..core.checkpoint import CheckpointFolder, load_checkpoint, readable
+from ..core.ranks import all_reduce, from_main
+from ..core.strategies import FsdpStrategy, Strategy
+from ..errors import ConfigError
+from ..files import disk_failure, write_json
+
+LARGE = ("model", "optimizer", "average")
+"""Entries of a state whose tensors the ranks write. In rest.pt, meta tensors stand in their place."""
+
+
+class Checkpoints(CheckpointFolder):
+    """A run's checkpoints, of both kinds. All ranks must call begin(), save(), check() and wait() alike."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        super().__init__(folder, config.checkpoint.keep_last)
+        self.is_sharded, self._strategy = config.checkpoint.sharded, config.strategy
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+        self._num_saved = 0
+        self.latest: Path | None = None  # the folder that holds the model's tensors as they are
+
+    def begin(self, strategy: Strategy) -> None:
+        """Prepare to save. Raise ConfigError on all ranks if one does not see what rank 0 writes."""
+        if not self.is_sharded:
+            return
+        if self._strategy != "fsdp":
+            rule = f"needs strategy=fsdp, and there is strategy={self._strategy}"
+            raise ConfigError(f"checkpoint.sharded=true: {rule}. Set it to false.")
+        rank = strategy.rank
+        if rank.world_size == 1:  # it holds all
+            self.is_sharded = False
+            return
+        strategy.collect = lambda value, rank: value  # each rank keeps its parts
+        # for the thread alone: two threads must not share a group or a store
+        self._group, self._store = dist.new_group(backend="gloo"), rank.store.clone()
+        self._rank = rank
+
+        def write() -> str:
+            self.folder.mkdir(exist_ok=True)
+            for left in self.folder.glob("*.part"):  # by a process that was killed
+                shutil.rmtree(left)
+            probe = self.folder / f".seen_{time.time_ns()}"
+            probe.touch()
+            return probe.name
+
+        probe = self.folder / from_main(write)
+        deadline = time.monotonic() + 10  # network disks show a new file late
+        while not probe.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        num_blind = int(all_reduce(torch.tensor(int(not probe.exists()))))
+        if rank.is_main:
+            probe.unlink()
+        if num_blind:
+            problem = f"{num_blind} ranks do not see what rank 0 writes to {self.folder.absolute()}"
+            raise ConfigError(f"checkpoint.sharded=true: {problem}. Use a disk that all nodes see.")
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        is_best: bool = False,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Write a checkpoint. If it is sharded, only copy this rank's parts, and let a thread write them.
+
+        Raise FailureError if the one before could not be written.
+        """
+        name, step = "best" if is_best else "step", state["step"]
+        if not self.is_sharded:
+            super().save(state, is_best=is_best, beat=beat)
+            if is_best:
+                self.delete_old(self.folder / "best.pt")
+            return
+        self.wait(beat)  # two at a time would take twice the memory
+        path = self.folder / f"{name}_{step:08d}.dcp"
+        part, parts = path.with_suffix(".part"), {key: state[key] for key in LARGE if key in state}
+        writing = None
+        # a step's tensors are written once
+        former = self.latest if self.latest and self.latest.stem[5:] == f"{step:08d}" else None
+        if former is None:
+            tensors: dict[str, Tensor] = {}
+            walk(parts, tensors.__setitem__)
+            writing = dcp.async_save(tensors, checkpoint_id=part, process_group=self._group)
+        rest = state | walk(
+            parts, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        )
+        self._num_saved += 1
+        key = f"sharded/{self._num_saved}"
+        work = partial(self._complete, writing, rest, former, path, part, key)
+        self._pending, self._part, self.latest = self._thread.submit(work), part, path
+
+    def check(self) -> None:
+        """Raise FailureError if the checkpoint that was being written has failed. Wait for nothing."""
+        if self._pending is not None and self._pending.done():
+            done, self._pending = self._pending, None
+            done.result()
+
+    def wait(self, beat: Callable[[], object] = lambda: None) -> None:
+        """Wait until the last checkpoint is whole, on all ranks. Call beat() while its files grow."""
+        former = 0
+        while self._pending is not None and not self._pending.done():
+            with suppress(FileNotFoundError):  # it has got its name meanwhile
+                size = sum(file.stat().st_size for file in self._part.iterdir())
+                if size != former:
+                    beat()
+                former = size
+            time.sleep(0.01)
+        self.check()
+
+    def _complete(
+        self, writing: Any, rest: Any, former: Path | None, path: Path, part: Path, key: str
+    ) -> None:
+        """In the thread: wait until all ranks have written, and give the folder its name."""
+        rank, store = self._rank, self._store
+        try:
+            if writing is not None:
+                writing.result()
+                own = [*part.glob(f"__{rank.rank}_*"), *([part / ".metadata"] * rank.is_main)]
+                store.set(f"{key}/{rank.rank}", json.dumps({file.name: crc(file) for file in own}))
+            if not rank.is_main:
+                while not store.check([f"{key}/done"]):
+                    time.sleep(0.01)
+                return
+            target = path if former == path else part
+            if writing is not None:
+                sums = [json.loads(store.get(f"{key}/{one}")) for one in range(rank.world_size)]
+                write_json(
+                    part / "crc.json", {k: v for of_rank in sums for k, v in of_rank.items()}
+                )
+            elif former is not None and target == part:
+                shutil.copytree(former, part, copy_function=link)
+            self.write(target / "rest.pt", rest, lambda: None)
+            if target == part:
+                if path.exists():  # another process wrote it, and this one could not go on from it
+                    self.delete(path)
+                part.rename(path)
+            self.delete_old(path)
+            store.set(f"{key}/done", "")
+        except dcp.CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, OSError):
+                raise disk_failure(path, cause) from error
+            raise
+        except OSError as error:
+            raise disk_failure(path, error) from error
+
+    @property
+    def best(self) -> Path:
+        found = [path for path in self.newest_first() if path.name.startswith("best")]
+        return found[0] if found else super().best
+
+    def load(self, path: Path, source: str = "checkpoint ") -> dict[str, Any]:
+        """Return a state. Of a folder, its tensors are left to read_whole() and read_parts()."""
+        if not path.is_dir():
+            return super().load(path, source)
+        with readable(path, source):
+            for name, value in json.loads((path / "crc.json").read_bytes()).items():
+                if crc(path / name) != value:
+                    raise ValueError(f"the bits of {name} have changed")
+        return load_checkpoint(path / "rest.pt", source) | {"folder": str(path)}
+
+    def delete_old(self, path: Path) -> None:
+        if not path.name.startswith("best"):
+            return super().delete_old(path)
+        for other in self.newest_first():
+            if other.name.startswith("best") and other != path:
+                self.delete(other)
+
+    def delete(self, path: Path) -> None:
+        if path.is_dir():  # what a kill leaves of it must not look like a checkpoint
+            shutil.rmtree(path.rename(path.with_suffix(".old.part")))
+        else:
+            super().delete(path)
+
+
+def read_whole(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with its tensors whole, in this process's memory."""
+    folder = state.pop("folder", None)
+    if folder is None:
+        return state
+    parts, tensors = {key: state[key] for key in LARGE if key in state}, dict[str, Tensor]()
+    walk(parts, lambda path, one: tensors.setdefault(path, torch.empty_like(one, device="cpu")))
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {**state, **walk(parts, lambda path, _: tensors[path])}
+
+
+def read_parts(state: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+    """Return a state as strategy.load_state_dict() takes it. Under FSDP each rank reads its own parts."""
+    if "folder" not in state:
+        return state
+    if not isinstance(strategy, FsdpStrategy):
+        return read_whole(state) if strategy.rank.is_main else state
+    folder, weights = state.pop("folder"), strategy.module.state_dict()
+    parts, tensors = {key: state[key] for key in LARGE if key in state}, dict[str, Tensor]()
+
+    def make(path: str, one: Tensor) -> None:
+        like = next((weights[name] for name in path.split("/") if name in weights), None)
+        tensors[path] = torch.empty_like(one, device="cpu")
+        if isinstance(like, DTensor) and like.shape == one.shape:
+            tensors[path] = torch.zeros_like(like, dtype=one.dtype)
+
+    walk(parts, make)
+    dcp.load(tensors, checkpoint_id=folder)
+    return {**state, **walk(parts, lambda path, _: tensors[path])}
+
+
+def walk(value: Any, function: Callable[[str, Tensor], object], path: str = "") -> Any:
+    """Return the value with function(path, tensor) in place of each tensor."""
+    if isinstance(value, Tensor):
+        return function(path, value)
+    if isinstance(value, dict):
+        return {key: walk(item, function, f"{path}/{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [walk(item, function, f"{path}/{number}") for number, item in enumerate(value)]
+    return value
+
+
+def crc(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            total = crc32(block, total)
+    return total
+
+
+def link(source: str, target: str) -> None:
+    """Give a file a second name or, on a disk that cannot, copy it. rest.pt differs."""
+    if Path(source).name != "rest.pt":
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy(source, target)
