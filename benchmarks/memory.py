@@ -1,4 +1,4 @@
-"""Measures the memory of ranks under FSDP and in each phase of a run. Writes benchmarks/RESULTS-MEMORY.md.
+"""Measures the memory of ranks under FSDP and in each phase of a run, and how long saves block. Writes RESULTS-MEMORY.md.
 
 python benchmarks/memory.py    # from the repository's root folder; takes 1 minute and needs all that `make` installs
 """
@@ -12,6 +12,7 @@ import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -97,11 +98,13 @@ def _measured(function, phase):
         if phase == "building":
             global _at_start
             _at_start = _resident()
+        began_at = time.monotonic()
         with _Peak() as measured:
             result = function(*arguments, **options)
+        seconds = time.monotonic() - began_at
         _counts[phase] = _counts.get(phase, 0) + 1
         shown = phase if phase != "save" else "first save" if _counts[phase] == 1 else "later save"
-        print(f"phase {shown}: {measured.peak - _at_start}", flush=True)
+        print(f"phase {shown}: {measured.peak - _at_start} bytes {seconds:.3f} s", flush=True)
         return result
 
     return call
@@ -113,6 +116,7 @@ Trainer.train_step = _measured(Trainer.train_step, "step")
 Trainer.save = _measured(Trainer.save, "save")
 Trainer.evaluate = _measured(Trainer.evaluate, "evaluation")
 Trainer.finish = _measured(Trainer.finish, "end of the run")
+Checkpoints._complete = _measured(Checkpoints._complete, "whole after")
 """
 
 
@@ -161,32 +165,51 @@ def measure_steps(project: Path) -> list[str]:
 
 
 PHASES = ("building", "step", "first save", "later save", "evaluation", "end of the run", "resume")
+SAVING = {
+    "ddp": "strategy=ddp",
+    "fsdp": "strategy=fsdp",
+    "fsdp, sharded": "strategy=fsdp checkpoint.sharded=true",
+}
 
 
-def measure_phases(project: Path) -> tuple[float, list[str]]:
-    """Return the weights' size in MB, and a row for each phase: the peak of each rank, in multiples of that size."""
+def measure_phases(project: Path) -> tuple[float, list[str], list[str]]:
+    """Return the weights' size in MB, a row for each phase, and a row for each of SAVING.
+
+    A phase's row has the peak of each rank, in multiples of the weights' size; a row of SAVING has seconds.
+    """
     trainer = project / "ddp_experiment" / "trainer.py"
     trainer.write_text(trainer.read_text(encoding="utf-8") + OF_PHASES, encoding="utf-8")
     size = ["model.hidden_size=512", "model.num_layers=9", "training.precision=fp32"]
-    others = [*COMMON, "checkpoint.every_steps=1", "evaluation.every_steps=2"]
+    others = [*COMMON, "checkpoint.every_steps=4", "evaluation.every_steps=8"]
     peaks: dict[tuple[str, str, int], float] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     num_bytes = 0
-    for strategy in ("ddp", "fsdp"):
-        words = [*size, *others, f"strategy={strategy}", f"name={strategy}"]
-        for number_of_steps in (3, 4):  # the second run goes on
+    for way, options in SAVING.items():
+        name = way.replace(", ", "-")
+        words = [*size, *others, *options.split(), f"name={name}"]
+        for number_of_steps in (15, 16):  # the second run goes on
             logs = run(project, *words, f"training.max_steps={number_of_steps}")
-        num_bytes = (project / f"runs/{strategy}/model.safetensors").stat().st_size
+        num_bytes = (project / f"runs/{name}/model.safetensors").stat().st_size
         for rank, log in enumerate(logs):
-            for phase, value in re.findall(r"^phase (.+): (-?\d+)$", log, re.MULTILINE):
-                key = phase, strategy, rank
+            for phase, value, seconds in re.findall(r"phase (.+): (-?\d+) bytes (\S+) s", log):
+                key = phase, way, rank
                 peaks[key] = max(peaks.get(key, 0.0), int(value) / num_bytes)
-    places = [(strategy, rank) for strategy in ("ddp", "fsdp") for rank in (0, 1)]
+                if rank == 0:
+                    times.setdefault((phase, way), []).append(float(seconds))
+    places = [(way, rank) for way in SAVING for rank in (0, 1)]
     rows = []
     for phase in PHASES:
         values = " | ".join(f"{peaks[phase, *place]:.2f}" for place in places)
         rows.append(f"| {phase} | {values} |")
         print(rows[-1], flush=True)
-    return num_bytes / 1e6, rows
+    of_saving = []
+    for way in SAVING:
+        columns = [median(times[phase, way]) for phase in ("step", "first save", "later save")]
+        whole = median(times["whole after", way]) if ("whole after", way) in times else columns[2]
+        values = " | ".join(f"{seconds:.2f}" for seconds in [*columns, whole])
+        of_saving.append(f"| {way} | {values} |")
+        print(of_saving[-1], flush=True)
+    return num_bytes / 1e6, rows, of_saving
 
 
 def main() -> None:
@@ -196,7 +219,7 @@ def main() -> None:
         template = baking.export_template(Path(folder) / "template")
         project = baking.bake(template, Path(folder), example="gpt")
         steps = measure_steps(project)
-        size, phases = measure_phases(project)
+        size, phases, saving = measure_phases(project)
     text = f"""# What ranks hold in memory
 
 `make memory` wrote this page. It trains the model of `example=gpt` on two gloo ranks.
@@ -218,9 +241,18 @@ Nine layers, 512 wide, fp32, AdamW: weights of {size:.0f} MB. Counted: the peak 
 multiples of the weights' size; without the pages of mapped files, which the system takes back when it needs room. On CPU ranks: with GPUs, what a rank
 holds at rest and in a step is in the GPU's memory. A checkpoint holds 3 (weights and AdamW's two averages). `resume` is of a run that goes on.
 
-| | ddp, rank 0 | ddp, rank 1 | fsdp, rank 0 | fsdp, rank 1 |
-|---|---:|---:|---:|---:|
+| | ddp, rank 0 | ddp, rank 1 | fsdp, rank 0 | fsdp, rank 1 | sharded, rank 0 | sharded, rank 1 |
+|---|---:|---:|---:|---:|---:|---:|
 {chr(10).join(phases)}
+
+## How long a save blocks
+
+The same model, a save after every fourth step; seconds, medians of rank 0. With `checkpoint.sharded` a save returns once each rank has copied its part;
+a thread writes it, beside the next steps. The first save of a process reads the file back. `whole after` is the time until the checkpoint has its name.
+
+| | a step | the first save blocks | a later one | whole after |
+|---|---:|---:|---:|---:|
+{chr(10).join(saving)}
 
 Measured on {date.today()}, Python {platform.python_version()}, torch {torch.__version__}, two cores.
 """  # noqa: E501

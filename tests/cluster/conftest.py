@@ -82,7 +82,7 @@ def network() -> Iterator[list[tuple[str, ...]]]:
     """Yield a command prefix for each of two hosts: in front of a command, the prefix runs the command on that host."""
     if reason := namespaces.why_not():
         pytest.skip(reason)
-    with namespaces.two_hosts() as prefixes:
+    with namespaces.hosts(2) as prefixes:
         yield [(*prefix, *cores) for prefix, cores in zip(prefixes, own_cores(2), strict=True)]
 
 

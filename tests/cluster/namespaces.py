@@ -1,4 +1,4 @@
-"""Two hosts on one machine: two network namespaces, joined by a virtual cable (veth), each with its own host name.
+"""Hosts on one machine: network namespaces with host names of their own, each joined to a switch by a virtual cable.
 
 The namespaces have no names and belong to two sleeping processes that die with pytest, so nothing is left behind and
 two test runs cannot collide. The host names resolve to no address, which is a harder condition than on a cluster.
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 from .hosts import prepare_child
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 INTERFACE = "cable"
 
 
@@ -23,7 +23,7 @@ def why_not() -> str | None:
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here (Debian: iproute2, util-linux)"
     try:
-        with two_hosts():
+        with hosts(2):
             return None
     except (subprocess.CalledProcessError, AssertionError) as error:
         details = (getattr(error, "stderr", "") or str(error)).strip()
@@ -31,31 +31,28 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[list[tuple[str, ...]]]:
-    """Yield the prefixes that run a command on the first and the second host, whose addresses are ADDRESSES."""
+def hosts(number: int) -> Iterator[list[tuple[str, ...]]]:
+    """Yield the prefixes that run a command on each of the hosts, whose addresses are the first of ADDRESSES."""
     with ExitStack() as stack:
-        holders = [stack.enter_context(_namespace(f"host-{letter}")) for letter in "ab"]
-        first, second = (str(holder.pid) for holder in holders)
-        ends = (
-            "name",
-            INTERFACE,
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            INTERFACE,
-            "netns",
-            second,
-        )
-        _run("ip", "link", "add", *ends)
-        for pid, address in zip((first, second), ADDRESSES, strict=True):
+        letters = ("switch", *"abc"[:number])
+        holders = [stack.enter_context(_namespace(f"host-{letter}")) for letter in letters]
+        switch, *pids = (str(holder.pid) for holder in holders)
+        at_switch = ("nsenter", "-t", switch, "-n", "ip")
+        _run(*at_switch, "link", "add", "bridge", "type", "bridge")
+        _run(*at_switch, "link", "set", "bridge", "up")
+        for index, pid in enumerate(pids):
+            port = f"port{index}"
+            _run(
+                *("ip", "link", "add", INTERFACE, "netns", pid),
+                *("type", "veth", "peer", "name", port, "netns", switch),
+            )
+            _run(*at_switch, "link", "set", port, "master", "bridge")
+            _run(*at_switch, "link", "set", port, "up")
             inside = ("nsenter", "-t", pid, "-n", "ip")
-            _run(*inside, "address", "add", f"{address}/24", "dev", INTERFACE)
+            _run(*inside, "address", "add", f"{ADDRESSES[index]}/24", "dev", INTERFACE)
             for device in (INTERFACE, "lo"):
                 _run(*inside, "link", "set", device, "up")
-        yield [("nsenter", "-t", pid, "-n", "-u") for pid in (first, second)]
+        yield [("nsenter", "-t", pid, "-n", "-u") for pid in pids]
 
 
 @contextmanager

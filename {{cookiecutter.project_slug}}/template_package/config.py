@@ -63,6 +63,7 @@ class FsdpConfig:
     reshard_after_forward: bool = True
     # 2: half of the ranks hold all weights together, and so does the other half
     replicas: PositiveInt = 1
+    meta_build: bool = False  # true: ranks above 0 build the model without memory
 
 
 @dataclass

@@ -25,13 +25,14 @@ from .core.checkpoint import (
     run_lock,
     tell_changes,
 )
-from .core.checks import build_model, check_finite, check_global_batch, check_replicas, rehearse
+from .core.checks import check_finite, check_global_batch, check_replicas, rehearse
 from .core.evaluation import figures_of, total_of
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader
 from .errors import ConfigError, Interrupted, StopRun
+from .extras.meta_build import build_model
 from .extras.sharded import Checkpoints
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision
@@ -77,11 +78,7 @@ class Trainer:
             )
         self.checkpoints = Checkpoints(directory / "checkpoints", config)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
-        load: dict[str, Any] = {}
-        if path := config.checkpoint.initial_weights:
-            key = "checkpoint.initial_weights="
-            load["load"] = partial(load_weights, path=Path(path), source=key)
-        model = build_model(task, config, context, **load)
+        model = build_model(task, config, context, load_weights)
         # from the process's start to the end of its first step
         self.startup_seconds: float | None = None
         self.num_saves = 0  # by this process
@@ -132,7 +129,8 @@ class Trainer:
     def train(self, stop: StopRequest) -> None:
         """Run training steps until the run ends or is asked to stop. Log, evaluate and save as configured."""
         memory = self.begin()
-        with suppress(Interrupted):  # raised in an evaluation, which stays pending
+        # Interrupted: in an evaluation, which stays pending
+        with suppress(Interrupted), self.checkpoints.completed(beat):
             if self.progress.is_evaluation_pending:
                 self.evaluate(stop)
             while not self.is_complete and stop.allows():
@@ -278,7 +276,7 @@ class Trainer:
                     self.strategy, lambda: not stop.allows(), self.tracking.log(progress.step)
                 )
             if self.task.on_evaluation_end is not None:
-                self.checkpoints.latest = None  # it may have changed the model
+                self.checkpoints.current.clear()  # it may have changed the model
             if progress.best is None:
                 self.evaluator.check_means(self.strategy)
             progress.is_evaluation_pending = False

@@ -28,7 +28,7 @@ from .core.checkpoint import (
     recount,
     tell_changes,
 )
-from .core.checks import build_model, check_finite, check_global_batch, check_replicas, rehearse
+from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -101,7 +101,10 @@ class Trainer:
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         self.startup_seconds: float | None = None
         self.num_saves = 0  # by this process
-        model = build_model(task, config, rank)
+        seed_generators(config.seed)  # building the data sets may have drawn
+        with rank.local_rank_first("model"):
+            model = check_model(task.build_model(config.model))
+        task.on_epoch_begin(model, 0)
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))

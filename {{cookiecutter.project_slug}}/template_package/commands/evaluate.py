@@ -13,7 +13,7 @@ from ..core.ranks import from_main
 from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
-from ..extras.sharded import Checkpoints, read_whole
+from ..extras.sharded import Checkpoints, load_any, read_whole
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, rank_context
 from ..optional_files import available_files
@@ -85,12 +85,12 @@ def restore(
 ) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
     # other files: weights of any program
-    is_checkpoint = path.suffix == ".dcp" or path.name.startswith(("best.pt", "step_"))
+    is_checkpoint = path.name == "best.pt" or path.suffix == ".dcp" or path.stem.startswith("step_")
 
     def read() -> dict[str, Any]:
         if not is_checkpoint:
             return {"step": 0, "epoch": 0}
-        return read_whole(Checkpoints(path.parent, config).load(path) | {"optimizer": {}})
+        return read_whole(load_any(path) | {"optimizer": {}})
 
     state = read_once(read)
     # a split that build_datasets() draws is that of the training

@@ -5,7 +5,7 @@ from . import CommandLine
 
 OFF = """
     launch.nodes=1 launch.node_rank=0 ddp.gradient_compression=none training.sync_batchnorm=false
-    training.early_stopping_epochs=null logging.report=false logging.profile_steps=null
+    training.early_stopping_epochs=null logging.report=false logging.profile_steps=null checkpoint.sharded=false
 """
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -13,55 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..errors import ConfigError, FailureError, one_line
-from .config import Config
+from ..errors import ConfigError, FailureError
 from .data import MicroBatch, TrainLoader, loss_weight_of
 from .evaluation import figures_of, in_eval_mode, total_of
 from .global_batch import ALONE, global_batch
-from .random_states import generators_restored, seed_generators
+from .random_states import generators_restored
 from .ranks import Rank, all_reduce
 from .strategies import BATCH_NORMS, Strategy, buffers_restored, total_norm
 from .task import RESERVED, Task
 
 logger = logging.getLogger(__name__)
-
-
-def build_model(
-    task: Task, config: Config, rank: Rank, load: Callable[[nn.Module], None] = lambda _: None
-) -> nn.Module:
-    """Return the model as the first epoch begins with it, after load() has given it other weights.
-
-    Under FSDP, a rank above 0 builds it on the meta device, without memory: rank 0 sends it the
-    values. If that does not work, as for a model that computes with them, it builds it whole.
-    """
-
-    def build(load: Callable[[nn.Module], None]) -> nn.Module:
-        seed_generators(config.seed)  # building the data sets may have drawn
-        model = check_model(task.build_model(config.model))
-        load(model)
-        task.on_epoch_begin(model, 0)
-        return model
-
-    with rank.local_rank_first("model"):  # it may download
-        if config.strategy != "fsdp" or rank.is_main:
-            return build(load)
-        try:
-            with torch.device("meta"):
-                model = build(lambda _: None)
-            drawn, held = torch.get_rng_state(), list[Tensor]()
-            for value in chain(*(vars(part).values() for part in model.modules())):
-                if isinstance(value, Tensor | dict | list | tuple):
-                    apply_to_collection(value, Tensor, held.append)
-            if {*held} - {*model.parameters(), *model.buffers()}:
-                raise ValueError("it holds a tensor that is neither parameter nor buffer")
-            seed_generators(config.seed)
-            if not torch.equal(drawn, torch.get_rng_state()):
-                raise ValueError("it draws on the CPU")
-            return model
-        except Exception as error:
-            text = "this rank builds the whole model, since it cannot do without values: %s"
-            logger.info(text, one_line(error))
-            return build(load)
 
 
 def check_model(model: nn.Module) -> nn.Module:

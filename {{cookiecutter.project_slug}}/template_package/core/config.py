@@ -49,7 +49,7 @@ OF_THE_START = ("name", "device_ids", "launch", "loader", "evaluation")
 IN_FULL = """
 launch.nodes launch.node_rank launch.master_addr launch.master_port launch.network_interface
 launch.start_method launch.wait_minutes launch.debug ddp.static_graph ddp.gradient_compression
-fsdp.cpu_offload fsdp.reshard_after_forward fsdp.replicas schedule.milestones schedule.decay_factor
+fsdp.cpu_offload fsdp.reshard_after_forward fsdp.replicas fsdp.meta_build schedule.milestones schedule.decay_factor
 schedule.patience training.ema_decay training.activation_checkpointing training.sync_batchnorm
 training.early_stopping_epochs training.check_replicas_every_steps checkpoint.initial_weights checkpoint.sharded
 logging.report logging.profile_steps benchmark.steps benchmark.rounds

@@ -306,17 +306,15 @@ class FsdpStrategy(Strategy):
             for tensor in (*unit.parameters(), *unit.buffers()):
                 if isinstance(tensor, DTensor):  # of an inner unit
                     continue
-                if tensor.is_meta:  # build_model() of checks.py
-                    empty = torch.empty_like(tensor, device=self.rank.device)
-                    if isinstance(tensor, nn.Parameter):
-                        empty = nn.Parameter(empty, tensor.requires_grad)
-                    torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-                tensor.data = tensor.data.to(self.rank.device).contiguous()
+                self.place(tensor)
                 broadcast(tensor, self.rank)
             dtype = None if unit in norms else self.dtype
             policy = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
             self._root = fully_shard(unit, mesh=mesh, mp_policy=policy, **self.options)
         return module
+
+    def place(self, tensor: Tensor) -> None:
+        tensor.data = tensor.data.to(self.rank.device).contiguous()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

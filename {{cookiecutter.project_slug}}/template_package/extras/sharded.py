@@ -7,12 +7,14 @@ A run goes on from it with any strategy, on any number of ranks.
 
 import json
 import os
+import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,14 @@ from ..config import Config
 from ..core.checkpoint import CheckpointFolder, load_checkpoint, readable
 from ..core.ranks import all_reduce, from_main
 from ..core.strategies import FsdpStrategy, Strategy
-from ..errors import ConfigError
+from ..errors import ConfigError, StopRun
 from ..files import disk_failure, write_json
 
+KNOWN_TYPES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "pathlib",
+)
 LARGE = ("model", "optimizer", "average")
 """Entries of a state whose tensors the ranks write. In rest.pt, meta tensors stand in their place."""
 
@@ -44,7 +51,8 @@ class Checkpoints(CheckpointFolder):
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self._num_saved = 0
-        self.latest: Path | None = None  # the folder that holds the model's tensors as they are
+        # folders of this process with the tensors of step `_step`, which the model still has
+        self.current, self._step = list[Path](), -1
 
     def begin(self, strategy: Strategy) -> None:
         """Prepare to save. Raise ConfigError on all ranks if one does not see what rank 0 writes."""
@@ -59,7 +67,8 @@ class Checkpoints(CheckpointFolder):
             return
         strategy.collect = lambda value, rank: value  # each rank keeps its parts
         # for the thread alone: two threads must not share a group or a store
-        self._group, self._store = dist.new_group(backend="gloo"), rank.store.clone()
+        self._store = rank.store.clone()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a slow disk
         self._rank = rank
 
         def write() -> str:
@@ -101,12 +110,13 @@ class Checkpoints(CheckpointFolder):
         self.wait(beat)  # two at a time would take twice the memory
         path = self.folder / f"{name}_{step:08d}.dcp"
         part, parts = path.with_suffix(".part"), {key: state[key] for key in LARGE if key in state}
+        former = self.current[:] if step == self._step else []  # a step's tensors are written once
         writing = None
-        # a step's tensors are written once
-        former = self.latest if self.latest and self.latest.stem[5:] == f"{step:08d}" else None
-        if former is None:
+        if not former:
             tensors: dict[str, Tensor] = {}
-            walk(parts, tensors.__setitem__)
+            walk(parts, lambda place, tensor: tensors.update({"/".join(place): tensor}))
+            if not self._rank.is_main:  # of what all have, rank 0's: BatchNorm's statistics differ
+                tensors = {k: value for k, value in tensors.items() if isinstance(value, DTensor)}
             writing = dcp.async_save(tensors, checkpoint_id=part, process_group=self._group)
         rest = state | walk(
             parts, lambda _, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -114,7 +124,8 @@ class Checkpoints(CheckpointFolder):
         self._num_saved += 1
         key = f"sharded/{self._num_saved}"
         work = partial(self._complete, writing, rest, former, path, part, key)
-        self._pending, self._part, self.latest = self._thread.submit(work), part, path
+        self._pending, self._part = self._thread.submit(work), part
+        self.current, self._step = [*former, path], step
 
     def check(self) -> None:
         """Raise FailureError if the checkpoint that was being written has failed. Wait for nothing."""
@@ -134,8 +145,18 @@ class Checkpoints(CheckpointFolder):
             time.sleep(0.01)
         self.check()
 
+    @contextmanager
+    def completed(self, beat: Callable[[], object]) -> Iterator[None]:
+        """Let the checkpoint that is being written become whole if the body fails, too."""
+        try:
+            yield
+        except (Exception, StopRun):
+            with suppress(Exception):
+                self.wait(beat)
+            raise
+
     def _complete(
-        self, writing: Any, rest: Any, former: Path | None, path: Path, part: Path, key: str
+        self, writing: Any, rest: Any, former: list[Path], path: Path, part: Path, key: str
     ) -> None:
         """In the thread: wait until all ranks have written, and give the folder its name."""
         rank, store = self._rank, self._store
@@ -148,19 +169,20 @@ class Checkpoints(CheckpointFolder):
                 while not store.check([f"{key}/done"]):
                     time.sleep(0.01)
                 return
-            target = path if former == path else part
-            if writing is not None:
-                sums = [json.loads(store.get(f"{key}/{one}")) for one in range(rank.world_size)]
-                write_json(
-                    part / "crc.json", {k: v for of_rank in sums for k, v in of_rank.items()}
-                )
-            elif former is not None and target == part:
-                shutil.copytree(former, part, copy_function=link)
-            self.write(target / "rest.pt", rest, lambda: None)
-            if target == part:
+            if path in former:
+                self.write(path / "rest.pt", rest, lambda: None)
+            else:
+                if former:
+                    shutil.copytree(former[0], part, copy_function=link)
+                else:
+                    found = [json.loads(store.get(f"{key}/{n}")) for n in range(rank.world_size)]
+                    write_json(part / "crc.json", {k: v for own in found for k, v in own.items()})
+                self.write(part / "rest.pt", rest, lambda: None)
+                aside = path.with_suffix(".old.part")
                 if path.exists():  # another process wrote it, and this one could not go on from it
-                    self.delete(path)
+                    path.rename(aside)
                 part.rename(path)
+                shutil.rmtree(aside, ignore_errors=True)
             self.delete_old(path)
             store.set(f"{key}/done", "")
         except dcp.CheckpointException as error:
@@ -177,14 +199,7 @@ class Checkpoints(CheckpointFolder):
         return found[0] if found else super().best
 
     def load(self, path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-        """Return a state. Of a folder, its tensors are left to read_whole() and read_parts()."""
-        if not path.is_dir():
-            return super().load(path, source)
-        with readable(path, source):
-            for name, value in json.loads((path / "crc.json").read_bytes()).items():
-                if crc(path / name) != value:
-                    raise ValueError(f"the bits of {name} have changed")
-        return load_checkpoint(path / "rest.pt", source) | {"folder": str(path)}
+        return load_any(path, source)
 
     def delete_old(self, path: Path) -> None:
         if not path.name.startswith("best"):
@@ -200,46 +215,70 @@ class Checkpoints(CheckpointFolder):
             super().delete(path)
 
 
+class Metadata(pickle.Unpickler):
+    """Reads a file of torch.distributed.checkpoint's that could run code, and refuses what does not belong to it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        value = super().find_class(module, name)
+        is_type = isinstance(value, type) and module in KNOWN_TYPES
+        if is_type or isinstance(value, torch.dtype) or name in ("Size", "_get_layout"):
+            return value
+        raise ValueError(f".metadata wants {module}.{name}")
+
+
+def load_any(path: Path, source: str = "checkpoint ") -> dict[str, Any]:
+    """Return the state in a file or a folder. A folder's tensors are left to read_whole() and read_parts()."""
+    if not path.is_dir():
+        return load_checkpoint(path, source)
+    with readable(path, source):
+        for name, value in json.loads((path / "crc.json").read_bytes()).items():
+            if crc(path / name) != value:
+                raise ValueError(f"the bits of {name} have changed")
+        with (path / ".metadata").open("rb") as file:
+            Metadata(file).load()
+    return load_checkpoint(path / "rest.pt", source) | {"folder": str(path)}
+
+
 def read_whole(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state with its tensors whole, in this process's memory."""
-    folder = state.pop("folder", None)
-    if folder is None:
-        return state
-    parts, tensors = {key: state[key] for key in LARGE if key in state}, dict[str, Tensor]()
-    walk(parts, lambda path, one: tensors.setdefault(path, torch.empty_like(one, device="cpu")))
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
-    return {**state, **walk(parts, lambda path, _: tensors[path])}
+    return _read(state, {}, no_dist=True)
 
 
 def read_parts(state: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     """Return a state as strategy.load_state_dict() takes it. Under FSDP each rank reads its own parts."""
-    if "folder" not in state:
+    if "folder" in state and isinstance(strategy, FsdpStrategy):
+        return _read(state, strategy.module.state_dict(), no_dist=False)
+    return read_whole(state) if strategy.rank.is_main else state
+
+
+def _read(state: dict[str, Any], weights: dict[str, Any], *, no_dist: bool) -> dict[str, Any]:
+    folder = state.pop("folder", None)
+    if folder is None:
         return state
-    if not isinstance(strategy, FsdpStrategy):
-        return read_whole(state) if strategy.rank.is_main else state
-    folder, weights = state.pop("folder"), strategy.module.state_dict()
     parts, tensors = {key: state[key] for key in LARGE if key in state}, dict[str, Tensor]()
 
-    def make(path: str, one: Tensor) -> None:
-        like = next((weights[name] for name in path.split("/") if name in weights), None)
-        tensors[path] = torch.empty_like(one, device="cpu")
+    def make(place: tuple[str, ...], one: Tensor) -> None:
+        like = weights.get(place[2 if place[0] == "optimizer" else 1])
+        empty = torch.empty_like(one, device="cpu")
         if isinstance(like, DTensor) and like.shape == one.shape:
-            tensors[path] = torch.zeros_like(like, dtype=one.dtype)
+            empty = torch.zeros_like(like, dtype=one.dtype)
+        tensors["/".join(place)] = empty
 
     walk(parts, make)
-    dcp.load(tensors, checkpoint_id=folder)
-    return {**state, **walk(parts, lambda path, _: tensors[path])}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    dcp.load(tensors, checkpoint_id=folder, no_dist=no_dist)
+    return {**state, **walk(parts, lambda place, _: tensors["/".join(place)])}
 
 
-def walk(value: Any, function: Callable[[str, Tensor], object], path: str = "") -> Any:
-    """Return the value with function(path, tensor) in place of each tensor."""
+def walk(value: Any, function: Callable[..., object], place: tuple[str, ...] = ()) -> Any:
+    """Return the value with function(place, tensor) instead of each tensor, place being the keys that lead to it."""
     if isinstance(value, Tensor):
-        return function(path, value)
+        return function(place, value)
     if isinstance(value, dict):
-        return {key: walk(item, function, f"{path}/{key}") for key, item in value.items()}
+        return {key: walk(item, function, (*place, str(key))) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [walk(item, function, f"{path}/{number}") for number, item in enumerate(value)]
+        items = enumerate(value)
+        return type(value)([walk(item, function, (*place, str(number))) for number, item in items])
     return value
 
 
@@ -258,3 +297,5 @@ def link(source: str, target: str) -> None:
             os.link(source, target)
         except OSError:
             shutil.copy(source, target)
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())

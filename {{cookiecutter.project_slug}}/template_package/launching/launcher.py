@@ -269,11 +269,10 @@ def _join(config: Config, launched: Launched, environment: Mapping[str, str]) ->
     server = dist.TCPStore(
         address, launched.master_port, is_master=is_server, wait_for_workers=False, timeout=timeout
     )
-    # After a restart torchrun hands on the same store: without a prefix the new ranks read the dead ones' addresses.
-    store, key = (
-        dist.PrefixStore(f"attempt_{launched.attempt}", server),
-        f"devices/{launched.node_rank}",
-    )
+    # After a restart torchrun hands on its store: without a prefix the new ranks read the dead ones' addresses.
+    # A store of rank 0's is new each time, and a node that has come later counts fewer restarts.
+    attempt = launched.attempt if launched.is_store_served else 0
+    store, key = dist.PrefixStore(f"attempt_{attempt}", server), f"devices/{launched.node_rank}"
     if (
         launched.launcher == "srun"
         and config.device_ids == "auto"

@@ -3,6 +3,7 @@
 from datetime import timedelta
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..config import Config
@@ -29,6 +30,14 @@ class FullyShardedStrategy(Strategy, FsdpStrategy):
         if config.fsdp.cpu_offload:
             policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
             self.options["offload_policy"] = policy
+
+    def place(self, tensor: Tensor) -> None:
+        if tensor.is_meta:  # extras/meta_build.py
+            empty = torch.empty_like(tensor, device=self.rank.device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        super().place(tensor)
 
     def drop_gathered(self) -> None:
         for unit in self.units():

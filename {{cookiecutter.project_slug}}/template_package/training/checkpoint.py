@@ -15,7 +15,7 @@ from ..core.config import to_dict
 from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
-from ..extras.sharded import read_parts
+from ..extras.sharded import load_any, read_parts, read_whole
 from ..strategies.base import Strategy
 from .optimization import WeightAverage
 from .progress import Progress
@@ -65,15 +65,16 @@ def collect_state(
 def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:
     """Copy weights into `model` from a .safetensors, .pt, .pth or .bin file, which another program may have written.
 
-    The file may hold a state dict or a checkpoint. Raise ConfigError if a name or a shape does not fit the model.
+    The file may hold a state dict or a checkpoint. A .dcp folder does, too. Raise ConfigError if a name or a shape does not fit the model.
     """
     source += str(path)
     try:
-        content: Any = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, "cpu", weights_only=True)
-        )
+        if path.is_dir():
+            content: Any = read_whole(load_any(path) | {"optimizer": {}})
+        elif path.suffix == ".safetensors":
+            content = load_file(path)
+        else:
+            content = torch.load(path, "cpu", weights_only=True)
         for key in ("average", "model", "state_dict", "model_state_dict", "net"):
             content = content[key] if isinstance(content.get(key), dict) else content
         weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}

@@ -277,44 +277,79 @@ def test_norm_that_is_a_block_and_norms_with_one_weight_train(context: RankConte
 
 
 HELD = """
+from functools import lru_cache
+
+
+@lru_cache
+def table():
+    return torch.ones(3)
+
+
+class Helper:
+    __slots__ = ("scale",)
+
+
+class Scaled(nn.Linear):
+    def get_extra_state(self):
+        return torch.ones(1)
+
+    def set_extra_state(self, state):
+        pass
+
+
 _build = build_model
 
 
 def build_model(config):
     model = _build(config)
-    model.held = {value}
+    helper = Helper()
+    helper.scale = {value}
+    model.helper = helper
     print("built with values:", not next(model.parameters()).is_meta, flush=True)
     return model
 """
 
 
+def test_other_ranks_build_the_model_without_memory(project: Project) -> None:
+    project.append("model.py", HELD.format(value="None"))
+    words = [*WORDS, "strategy=fsdp", "training.ema_decay=0.9", "checkpoint.keep_last=null"]
+    project.run_many({"whole": words, "meta": [*words, "fsdp.meta_build=true"]})
+    assert project.lines("meta") == project.lines("whole")
+    assert_equal(project.checkpoint("meta", 7), project.checkpoint("whole", 7))
+    weights = project.directory("whole") / "model.safetensors"
+    for name, more in (("whole", "false"), ("meta", "true")):  # the same from other weights
+        project.run(
+            f"name=from-{name}",
+            *words,
+            f"checkpoint.initial_weights={weights}",
+            f"fsdp.meta_build={more}",
+        )
+    assert project.lines("from-meta") == project.lines("from-whole") != project.lines("whole")
+    for rank in (0, 1):
+        log = (project.directory("meta") / "logs" / f"rank_{rank}.log").read_text()
+        assert f"built with values: {rank == 0}" in log
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("None", None),
-        ("float(next(model.parameters()).sum())", "meta tensors"),
-        ('{"scales": [torch.ones(2)]}', "it holds a tensor that is neither parameter nor buffer"),
-        ('float(torch.rand(1, device="cpu"))', "it draws on the CPU"),
+        ("float(next(model.parameters()).sum())", "needs values"),
+        ("table()", "keeps a tensor (3,) that is neither parameter nor buffer"),
+        ("{1: [torch.ones(2)]}", "keeps a tensor (2,) that is neither parameter nor buffer"),
+        ('float(torch.rand(1, device="cpu"))', "draws on the CPU"),
+        (
+            "setattr(model, 'place', next(model.parameters()).device)",
+            "keeps the device of a tensor",
+        ),
+        ("model.append(Scaled(2, 2))", "has extra state"),
     ],
 )
-def test_other_ranks_build_the_model_without_memory_unless_it_needs_values(
-    project: Project, value: str, problem: str | None
+def test_model_that_could_differ_without_values_is_refused(
+    project: Project, value: str, problem: str
 ) -> None:
     project.append("model.py", HELD.format(value=value))
-    project.run_many({name: [f"strategy={name}", *WORDS] for name in ("ddp", "fsdp")})
-    losses, expected = (
-        [line["loss"] for line in project.lines(name, "train")] for name in ("fsdp", "ddp")
-    )
-    assert losses == pytest.approx(expected, rel=SAME)
-    first, second = (
-        (project.directory("fsdp") / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)
-    )
-    assert "built with values: True" in first and "builds the whole model" not in first
-    if problem is None:
-        assert "built with values: False" in second and "True" not in second
-    else:
-        assert "builds the whole model" in second and problem in second
-        assert "built with values: True" in second
+    output = project.run(*WORDS, "strategy=fsdp", "fsdp.meta_build=true", code=2)
+    assert f"fsdp.meta_build=true: build_model() of model.py {problem}" in output
 
 
 def test_replicas_hold_the_weights_twice_and_change_no_result(project: Project) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import random
 import shutil
 import signal
@@ -11,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from configs import config_of
 from test_disk import mounted, needs_mounts
 
 from template_package.core.checkpoint import load_checkpoint
-from template_package.extras.sharded import Checkpoints, read_whole
+from template_package.extras.sharded import Checkpoints, crc, read_whole
 
 from conftest import Project
 from test_resuming import RANDOM, assert_equal
@@ -43,10 +47,37 @@ def rewind(project: Project, name: str, step: int, new_name: str) -> None:
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("words", [[], ["training.ema_decay=0.9"], ["training.precision=bf16"]])
+ODD = """
+class Odd(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.norm, self.model = nn.BatchNorm1d(2), nn.Parameter(torch.ones(2))
+        self.register_parameter("a/b", nn.Parameter(torch.ones(2)))
+
+    def forward(self, inputs):
+        return self.norm(super().forward(inputs)) * self.model * getattr(self, "a/b")
+
+
+_build = build_model
+
+
+def build_model(config):
+    model = _build(config)
+    odd = Odd(*model)
+    odd.config, odd.num_calls = config, 0
+    return odd
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["training.ema_decay=0.9"], ["training.precision=bf16"], ["odd"]]
+)
 def test_state_is_that_of_one_file_and_a_run_goes_on_from_it_to_the_same_bits(
     project: Project, words: list[str]
 ) -> None:
+    if words == ["odd"]:  # statistics that differ between ranks, and names that are ours too
+        project.append("model.py", ODD)
+        words = ["data.noise=0.2"]
     project.run("name=plain", *TWO, *words)
     project.run("name=run", *SHARDED, *words)
     assert folders(project, "run")[-3:] == [f"step_{n:08d}.dcp" for n in (15, 20, 21)]
@@ -152,6 +183,45 @@ def test_steps_go_on_while_it_is_written_and_a_dead_disk_is_told(project: Projec
     # step 20 was reached, whose save waits for that of step 10
     assert max(line["step"] for line in project.lines("dead")) >= 14
     assert not list((project.directory("dead") / "checkpoints").glob("step*.dcp"))
+
+
+def test_failure_of_the_run_costs_no_checkpoint_that_is_being_written(project: Project) -> None:
+    project.append("extras/sharded.py", SLOW.format(seconds=1))
+    words = [*SHARDED, "checkpoint.every_epochs=null", "evaluation.every_epochs=null"]
+    project.run("name=run", *words, "model.fault=raise", "model.fault_step=8", code=1)
+    assert folders(project, "run") == ["step_00000005.dcp"]
+
+
+def test_folder_that_would_run_code_is_refused(project: Project) -> None:
+    project.run("name=run", *SHARDED, "training.max_steps=5")
+    folder = project.directory("run") / "checkpoints" / "step_00000005.dcp"
+    target = project.folder / "code was run"
+    metadata = folder / ".metadata"
+    metadata.write_bytes(pickle.dumps(Evil(str(target))))
+    sums = {**json.loads((folder / "crc.json").read_text()), ".metadata": crc(metadata)}
+    (folder / "crc.json").write_text(json.dumps(sums))
+    output = project.run("evaluate", "name=run", f"evaluation.checkpoint={folder}", *TWO, code=2)
+    assert "cannot be used" in output and "mkdir" in output
+    assert not target.exists()
+
+
+class Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def test_other_commands_take_it(project: Project) -> None:
+    project.run("name=run", *SHARDED, "training.max_steps=5")
+    best = next((project.directory("run") / "checkpoints").glob("best_*.dcp"))
+    project.run("name=weights", "device_ids=cpu", *RANDOM, f"checkpoint.initial_weights={best}")
+    project.run("name=other", *TWO, f"checkpoint.resume={best}")
+    path = project.folder / "best.pth"  # weights of another program
+    torch.save(read_whole(Checkpoints(best.parent, config_of()).load(best))["model"], path)
+    project.run("evaluate", "name=run", f"evaluation.checkpoint={path}", *SHARDED)
+    assert "PASSED" in project.run("smoke", *SHARDED, command=[sys.executable])
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
     "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
     "trainer": "training strategies tracking data extras.sharded launching.distributed core config files errors",
-    "training": "strategies tracking data extras.sharded launching.distributed launching.processes core config files errors",
+    "training": "strategies tracking data extras launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed core config options_deepspeed errors",
     "tracking": "launching.distributed core.config core.processes core.ranks config files errors",
     "data": "launching.distributed core config optional_files errors",

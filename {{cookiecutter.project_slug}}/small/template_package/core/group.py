@@ -83,7 +83,8 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     if listener := os.environ.get(LISTENER):
         served = {"master_listen_fd": int(listener)} if rank == 0 else {}
     store = dist.PrefixStore(
-        f"attempt_{attempt}",  # after a restart, torchrun's store still holds the dead ranks' keys
+        # after a restart, torchrun's store still holds the dead ranks' keys; another one is new
+        f"attempt_{attempt if is_served else 0}",
         dist.TCPStore(
             address,
             port,

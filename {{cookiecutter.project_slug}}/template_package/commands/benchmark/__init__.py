@@ -35,7 +35,8 @@ SETTINGS = """name=run schedule.name=constant schedule.warmup_steps=0 schedule.m
     launch.node_rank=0 launch.master_addr=127.0.0.1 launch.master_port=0 training.epochs=null
     training.early_stopping_epochs=null training.check_replicas_every_steps=null evaluation.every_epochs=null
     evaluation.every_steps=null checkpoint.every_epochs=null checkpoint.every_steps=1000000000 checkpoint.resume=never
-    logging.tracker=none logging.report=false logging.progress_bar=false logging.profile_steps=null""".split()
+    logging.tracker=none logging.report=false logging.progress_bar=false logging.profile_steps=null
+    checkpoint.sharded=false""".split()
 NUM_WARM_UP_STEPS = 10
 
 TOLERANCE = 0.02  # of losses, relative: more than rounding and other random numbers cause
