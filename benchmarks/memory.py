@@ -1,6 +1,6 @@
-"""Measures the memory of ranks under FSDP and in each phase of a run, and how long saves block. Writes RESULTS-MEMORY.md.
+"""Measures the memory of ranks under FSDP and in each phase of a run, and how long saves block it. Writes a page.
 
-python benchmarks/memory.py    # from the repository's root folder; takes 1 minute and needs all that `make` installs
+python benchmarks/memory.py    # from the repository's root folder; takes 2 minutes and needs all that `make` installs
 """
 
 from __future__ import annotations

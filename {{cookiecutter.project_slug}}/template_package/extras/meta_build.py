@@ -1,4 +1,4 @@
-"""fsdp.meta_build: ranks above 0 build the model on the meta device, which takes no memory. Rank 0 sends them the values.
+"""fsdp.meta_build: ranks above 0 build the model on the meta device, which takes no memory. Rank 0 sends the values.
 
 A tensor on that device has no values, and some functions that are given one return garbage without a word. So a model
 that keeps another such tensor than its parameters and buffers is refused.

@@ -65,7 +65,8 @@ def collect_state(
 def load_weights(model: nn.Module, path: Path, source: str = "checkpoint ") -> None:
     """Copy weights into `model` from a .safetensors, .pt, .pth or .bin file, which another program may have written.
 
-    The file may hold a state dict or a checkpoint. A .dcp folder does, too. Raise ConfigError if a name or a shape does not fit the model.
+    The file may hold a state dict or a checkpoint, as a .dcp folder does. Raise ConfigError if a name or a shape does
+    not fit the model.
     """
     source += str(path)
     try:

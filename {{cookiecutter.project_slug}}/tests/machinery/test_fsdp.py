@@ -379,3 +379,20 @@ def test_rank_holds_its_part_of_its_replica(context: RankContext, replicas: int,
     (weight, _) = strategy.module.parameters()
     assert isinstance(weight, DTensor)
     assert weight.to_local().shape == (rows, 4)
+
+
+def test_eight_and_sixteen_ranks_train_as_one_process_does(project: Project) -> None:
+    words = ["training.epochs=1", "training.global_batch_size=20", "training.max_steps=3"]
+    cases = {
+        "one": ["device_ids=cpu"],
+        "eight": ["device_ids=" + ",".join(["cpu"] * 8), "strategy=fsdp", "fsdp.replicas=2"],
+        "sixteen": ["device_ids=" + ",".join(["cpu"] * 16)],
+        "parts": ["device_ids=" + ",".join(["cpu"] * 16), "strategy=fsdp"],
+    }
+    for name, more in cases.items():
+        project.run(f"name={name}", *words, *more)
+    for split in ("train", "validation"):
+        expected = [line["loss"] for line in project.lines("one", split)]
+        for name in cases:
+            losses = [line["loss"] for line in project.lines(name, split)]
+            assert losses == pytest.approx(expected, rel=SAME), name

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "template_package"
-MAX_MODULES_OF_TRAINER = 22
+MAX_MODULES_OF_TRAINER = 23
 
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
