@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from .conftest import Report, Tries
 
@@ -32,6 +33,7 @@ WORDS = (
     "device_ids=cpu,cpu", "training.epochs=16", "training.global_batch_size=8", "checkpoint.every_steps=2",
     "loader.num_workers=1", "launch.timeout_minutes=1",
 )  # fmt: skip
+SHARDED = ("strategy=fsdp", "checkpoint.sharded=true")
 TORCHRUN = (
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -76,7 +78,7 @@ def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", ["small", "full"])
+@pytest.mark.parametrize("size", ["small", "full", "full, sharded"])
 @pytest.mark.parametrize(
     ("disturb", "fault", "phases", "num_rounds"),
     [(kill, "SIGKILL", list(PHASES), 13), (ask_to_stop, "SIGTERM or SIGUSR1", ["s", "e", "w"], 10)],
@@ -91,8 +93,9 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     is_long: bool,
     report: Report,
 ) -> None:
-    project, choose = make_project(WORKLOAD, size), random.Random(seed := 11)
-    startup_seconds = run_undisturbed(project)
+    project, choose = make_project(WORKLOAD, size[:5].rstrip(",")), random.Random(seed := 11)
+    words = (*WORDS, *SHARDED) if "sharded" in size else WORDS
+    startup_seconds = run_undisturbed(project, words)
     wanted = phases * (num_rounds if is_long else 1)
     tries: dict[str, Tries] = {phase: Tries() for phase in PHASES}
     hits: list[Hit] = []
@@ -104,10 +107,10 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         with run.one(project.name):
             for phase in wanted[:6]:
                 if not disturb_in(
-                    project, phase, startup_seconds, disturb, choose, of_run, command, size
+                    project, phase, startup_seconds, disturb, choose, of_run, command, size, words
                 ):
                     break  # the run had come to its end
-            project.run(*WORDS, f"name={project.name}", command=[sys.executable])
+            project.run(*words, f"name={project.name}", command=[sys.executable])
             assert_same(project, project.name)
             shutil.rmtree(project.directory(project.name))
         assert of_run or not run.failures, run.failures
@@ -134,10 +137,10 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
         assert min(tries[phase].count for phase in phases) >= 5
 
 
-def run_undisturbed(project: Any) -> float:
+def run_undisturbed(project: Any, words: Sequence[str]) -> float:
     """Train the run with which others are compared, and return the seconds until it first writes the file `phase`."""
     started_at = time.monotonic()
-    process = project.start(*WORDS, "name=undisturbed")
+    process = project.start(*words, "name=undisturbed")
     wait_for(process, project.folder / "phase", bool)
     seconds = time.monotonic() - started_at
     output = process.communicate(timeout=300)
@@ -154,12 +157,13 @@ def disturb_in(
     hits: list[Hit],
     command: Sequence[str],
     size: str,
+    words: Sequence[str],
 ) -> bool:
     """Start the run, send a signal in phase `wanted`, and add a Hit to `hits`. Return False if the run ended first."""
     marker, checkpoints = project.folder / "phase", project.directory(project.name) / "checkpoints"
     marker.unlink(missing_ok=True)
-    is_resumed, former_step = any(checkpoints.glob("step_*.pt")), last_step(project)
-    process = project.start(*WORDS, f"name={project.name}", command=command)
+    is_resumed, former_step = bool(saved_steps(checkpoints)), last_step(project)
+    process = project.start(*words, f"name={project.name}", command=command)
     if wanted == "":
         time.sleep(choose.uniform(0.05, startup_seconds))
     else:
@@ -168,7 +172,7 @@ def disturb_in(
     if process.poll() is not None:
         assert process.returncode == 0, process.communicate()
         return False
-    family = family_of(process.pid, has_fork_server=size == "full" and not command)
+    family = family_of(process.pid, has_fork_server=size != "small" and not command)
     sessions = {process.pid} | (
         {pid for pid, kind in family.items() if kind == "rank"} if command else set()
     )
@@ -199,7 +203,7 @@ def disturb_in(
             assert process.returncode == (1 if command else 128 + signal.SIGTERM), (
                 f"{process.returncode}\n{output}"
             )
-            saved = max((int(path.stem[5:]) for path in checkpoints.glob("step_*.pt")), default=0)
+            saved = max(saved_steps(checkpoints), default=0)
             assert saved == last_step(project), output
             if saved > former_step:  # else it was still starting: the step was the rehearsal
                 assert project.json(project.name, "summary.json")["status"] == "stopped", output
@@ -208,6 +212,12 @@ def disturb_in(
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return True
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """Return the steps of the checkpoints that have their name."""
+    paths = [path for path in checkpoints.glob("step_*") if path.suffix in (".pt", ".dcp")]
+    return [int(path.stem[5:]) for path in paths]
 
 
 def last_step(project: Any) -> int:
@@ -279,13 +289,24 @@ def wait_for(process: subprocess.Popen[str], marker: Path, is_met: Callable[[str
         time.sleep(0.0005)
 
 
+def load(path: Path) -> Any:
+    """Return a checkpoint: of a folder, what is in rest.pt and all tensors by their keys."""
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)
+    whole = path.with_suffix(".whole")
+    dcp_to_torch_save(path, whole)
+    tensors = torch.load(whole, weights_only=True)
+    whole.unlink()
+    return {**torch.load(path / "rest.pt", weights_only=True), "model": tensors, "optimizer": {}}
+
+
 def assert_same(project: Any, name: str) -> None:
     for split in ("train", "validation"):
         assert project.lines(name, split) == project.lines("undisturbed", split), split
     last = max(line["step"] for line in project.lines("undisturbed"))
-    for file in (f"step_{last:08d}.pt", "best.pt"):
-        paths = [project.directory(run) / "checkpoints" / file for run in (name, "undisturbed")]
-        first, second = (torch.load(path, weights_only=True) for path in paths)
+    for file in (f"step_{last:08d}.*", "best*"):
+        paths = [project.directory(run) / "checkpoints" for run in (name, "undisturbed")]
+        (first,), (second,) = ([load(path) for path in folder.glob(file)] for folder in paths)
         for key in (
             "model",
             "optimizer",
@@ -304,6 +325,7 @@ def assert_same(project: Any, name: str) -> None:
     left = [
         *project.directory(name).rglob(".*.tmp"),
         *project.directory(name).glob(".tmp*"),
+        *project.directory(name).rglob("*.part"),
     ]
     assert not left
 
