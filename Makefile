@@ -107,7 +107,7 @@ gpu-report:  ## measure on a GPU, with $(PYTHON) as it is, and write benchmarks/
 	@$(PYTHON) tools/gpu_packages.py
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
-memory: $(READY)  ## measure what ranks hold in memory under FSDP and when a checkpoint is loaded (1 minute)
+memory: $(READY)  ## measure what ranks hold in memory under FSDP and in each phase of a run, and how long saves block (4 minutes)
 	"$(BIN)/python" benchmarks/memory.py
 
 .cache/benchmark/.ready: benchmarks/requirements.txt benchmarks/requirements-transformers.txt

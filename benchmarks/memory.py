@@ -1,6 +1,6 @@
 """Measures the memory of ranks under FSDP and in each phase of a run, and how long saves block it. Writes a page.
 
-python benchmarks/memory.py    # from the repository's root folder; takes 2 minutes and needs all that `make` installs
+python benchmarks/memory.py    # from the repository's root folder; takes 4 minutes and needs all that `make` installs
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def measure_phases(project: Path) -> tuple[float, list[str], list[str]]:
     for way, options in SAVING.items():
         name = way.replace(", ", "-")
         words = [*size, *others, *options.split(), f"name={name}"]
-        for number_of_steps in (15, 16):  # the second run goes on
+        for number_of_steps in (11, 12):  # the second run goes on
             logs = run(project, *words, f"training.max_steps={number_of_steps}")
         num_bytes = (project / f"runs/{name}/model.safetensors").stat().st_size
         for rank, log in enumerate(logs):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from safetensors.torch import save as to_safetensors
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import ConfigError, one_line
@@ -304,10 +304,10 @@ def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> No
     """Write the weights to a safetensors file, under plain names. A tied tensor stands there once."""
     own = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # the first one wins
-    values = {name: weights[name] for name in names.values()}  # extra state may be anything
-    tensors = {
-        name: value.to(own[name].dtype).contiguous().clone()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    write_whole(path, lambda beside: beside.write_bytes(to_safetensors(tensors)))
+    tensors: dict[str, Tensor] = {}
+    for name in names.values():
+        if isinstance(value := weights[name], Tensor):  # extra state may be anything
+            value = value.to(own[name].dtype).contiguous()
+            is_view = value.nbytes < value.untyped_storage().nbytes()
+            tensors[name] = value.clone() if is_view else value
+    write_whole(path, lambda beside: save_file(tensors, beside))

@@ -328,3 +328,11 @@ def test_run_that_goes_on_keeps_no_checkpoint_mapped(project: Project, devices: 
     ]
     told = [line for log in logs for line in log.splitlines() if "maps a checkpoint" in line]
     assert len(told) == 5 * len(logs) and all(line.endswith("False") for line in told), told
+
+
+def test_weights_that_are_parts_of_one_memory_are_exported(tmp_path: Path) -> None:
+    module, memory = nn.Linear(2, 1), torch.arange(6.0)
+    module.register_buffer("first", memory[:2])
+    module.register_buffer("rest", memory[2:].view(2, 2).t())
+    export_weights(module.state_dict(), module, tmp_path / "model.safetensors")
+    assert_equal(load_file(tmp_path / "model.safetensors"), dict(module.state_dict()))

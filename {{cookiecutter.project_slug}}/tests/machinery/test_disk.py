@@ -126,10 +126,10 @@ def test_run_whose_disk_has_become_read_only_is_left_as_it_is_and_goes_on_later(
 def test_slow_disk_changes_nothing_and_one_slower_than_the_limit_is_told(project: Project) -> None:
     words = ("device_ids=cpu,cpu", "checkpoint.every_steps=2", "training.epochs=1")
     project.run("name=undisturbed", *words)
-    project.edit("files.py", SYNC, f"__import__('time').sleep(1.5), {SYNC}")
-    project.run("name=slow", *words, "launch.timeout_minutes=0.2")
+    project.edit("files.py", SYNC, f"__import__('time').sleep(0.5), {SYNC}")
+    project.run("name=slow", *words, "launch.timeout_minutes=0.1")
     assert project.lines("slow") == project.lines("undisturbed")
-    project.edit("files.py", "sleep(1.5)", "sleep(600 * path.name.endswith('4.pt'))")
+    project.edit("files.py", "sleep(0.5)", "sleep(600 * path.name.endswith('4.pt'))")
     output = project.run(*words, "launch.timeout_minutes=0.1", code=1)
     assert "no progress for launch.timeout_minutes=0.1" in output and "Raise the value" in output
     project.edit("files.py", "sleep(600 ", "sleep(0 ")

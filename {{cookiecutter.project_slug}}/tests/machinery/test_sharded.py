@@ -230,7 +230,7 @@ def test_signal_while_it_is_written_costs_no_step_that_was_saved(
 ) -> None:
     words = [*SHARDED, "model.seconds_per_step=0.05"]
     project.run("name=undisturbed", *words)
-    project.append("extras/sharded.py", SLOW.format(seconds=0.4))
+    project.append("extras/sharded.py", SLOW.format(seconds=0.15))
     process = project.start(*words)
     part = project.directory("run") / "checkpoints" / "step_00000010.part"
     deadline = time.monotonic() + 100
