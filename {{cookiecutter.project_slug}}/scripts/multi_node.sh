@@ -56,9 +56,11 @@ if [[ $NNODES == *:* ]]; then
   echo "$own: meeting at $MASTER_ADDR:$MASTER_PORT, $NNODES nodes" >&2
   # Without it, a rank of a later meeting reads the addresses of an earlier one.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-  is_host=$([[ $own == "$address" ]] && echo 1 || echo 0)
+  conf=last_call_timeout=10,keep_alive_interval=5,keep_alive_max_attempt=3
+  # torchrun asks the host's name whether it is this machine's address. On the loopback the first one serves the others.
+  [[ $own == 127.* ]] || conf+=,is_host=$([[ $own == "$address" ]] && echo 1 || echo 0)
   exec "$script" --rdzv-backend=c10d --nnodes="$NNODES" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --rdzv-id=ddp --local-addr="$own" \
-    --rdzv-conf="is_host=$is_host,last_call_timeout=10,keep_alive_interval=5,keep_alive_max_attempt=3" --max-restarts=1000 "$@"
+    --rdzv-conf="$conf" --max-restarts=1000 "$@"
 fi
 echo "node $NODE_RANK of $NNODES: waiting until all nodes reach $MASTER_ADDR:$MASTER_PORT" >&2
 # Static, because torchrun's default rendezvous (c10d) takes each node's address from its host name, often 127.0.0.1.
