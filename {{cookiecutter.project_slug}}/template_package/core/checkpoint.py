@@ -74,18 +74,15 @@ def run_lock(directory: Path) -> Iterator[None]:
 class WatchedFile(io.BufferedWriter):
     """A file to write to, which calls beat() as it grows: a slow disk is no dead one."""
 
-    def __init__(self, path: Path, beat: Callable[[], object]) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._beat, self._num_unsynced = beat, 0
+    beat: Callable[[], object]
+    num_unsynced = 0
 
     def write(self, data: Any) -> int:
-        self._beat()
+        self.beat()
         number = super().write(data)
-        self._num_unsynced += number
-        if (
-            self._num_unsynced > 2**30
-        ):  # the system would keep much more, and then be silent for long
-            self._num_unsynced = 0
+        self.num_unsynced += number
+        if self.num_unsynced > 2**30:  # the system would keep much more, and be silent for long
+            self.num_unsynced = 0
             os.fsync(self.fileno())
         return number
 
@@ -95,6 +92,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, keep_last: int | None = None) -> None:
         self.folder, self._keep_last = folder, keep_last or sys.maxsize
+        self.load: Callable[..., dict[str, Any]] = load_checkpoint
         self._is_verified = False
 
     @property
@@ -128,7 +126,8 @@ class CheckpointFolder:
         state = apply_to_collection(state, numpy.generic, numpy.generic.item)
 
         def write(beside: Path) -> None:
-            with WatchedFile(beside, beat) as file:
+            with WatchedFile(io.FileIO(beside, "w")) as file:
+                file.beat = beat
                 try:
                     torch.save(state, file)
                 except RuntimeError as error:  # torch's own message does not tell of a full disk
@@ -149,9 +148,6 @@ class CheckpointFolder:
 
     def delete(self, path: Path) -> None:
         path.unlink()
-
-    def load(self, path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-        return load_checkpoint(path, source)
 
     def load_first(self, paths: Sequence[Path]) -> dict[str, Any]:
         """Return the state of the first path that can be read. Raise ConfigError if none can."""

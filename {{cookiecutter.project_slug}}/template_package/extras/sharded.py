@@ -47,6 +47,7 @@ class Checkpoints(CheckpointFolder):
 
     def __init__(self, folder: Path, config: Config) -> None:
         super().__init__(folder, config.checkpoint.keep_last)
+        self.load = load_any
         self.is_sharded, self._strategy = config.checkpoint.sharded, config.strategy
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
@@ -197,9 +198,6 @@ class Checkpoints(CheckpointFolder):
     def best(self) -> Path:
         found = [path for path in self.newest_first() if path.name.startswith("best")]
         return found[0] if found else super().best
-
-    def load(self, path: Path, source: str = "checkpoint ") -> dict[str, Any]:
-        return load_any(path, source)
 
     def delete_old(self, path: Path) -> None:
         if not path.name.startswith("best"):
