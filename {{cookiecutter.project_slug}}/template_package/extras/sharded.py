@@ -38,6 +38,8 @@ KNOWN_TYPES = (
     "torch.distributed.checkpoint.filesystem",
     "pathlib",
 )
+A_DAY = timedelta(days=1)
+"""What the thread waits for other ranks. The watch of each rank tells a hang."""
 LARGE = ("model", "optimizer", "average")
 """Entries of a state whose tensors the ranks write. In rest.pt, meta tensors stand in their place."""
 
@@ -69,7 +71,7 @@ class Checkpoints(CheckpointFolder):
         strategy.collect = lambda value, rank: value  # each rank keeps its parts
         # for the thread alone: two threads must not share a group or a store
         self._store = rank.store.clone()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))  # a slow disk
+        self._group = dist.new_group(backend="gloo", timeout=A_DAY)
         self._rank = rank
 
         def write() -> str:
@@ -143,7 +145,7 @@ class Checkpoints(CheckpointFolder):
                 if size != former:
                     beat()
                 former = size
-            time.sleep(0.01)
+            time.sleep(0.05)
         self.check()
 
     @contextmanager
@@ -167,8 +169,7 @@ class Checkpoints(CheckpointFolder):
                 own = [*part.glob(f"__{rank.rank}_*"), *([part / ".metadata"] * rank.is_main)]
                 store.set(f"{key}/{rank.rank}", json.dumps({file.name: crc(file) for file in own}))
             if not rank.is_main:
-                while not store.check([f"{key}/done"]):
-                    time.sleep(0.01)
+                store.wait([f"{key}/done"], A_DAY)
                 return
             if path in former:
                 self.write(path / "rest.pt", rest, lambda: None)
@@ -176,7 +177,9 @@ class Checkpoints(CheckpointFolder):
                 if former:
                     shutil.copytree(former[0], part, copy_function=link)
                 else:
-                    found = [json.loads(store.get(f"{key}/{n}")) for n in range(rank.world_size)]
+                    keys = [f"{key}/{number}" for number in range(rank.world_size)]
+                    store.wait(keys, A_DAY)
+                    found = [json.loads(store.get(name)) for name in keys]
                     write_json(part / "crc.json", {k: v for own in found for k, v in own.items()})
                 self.write(part / "rest.pt", rest, lambda: None)
                 aside = path.with_suffix(".old.part")
