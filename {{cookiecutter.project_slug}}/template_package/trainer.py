@@ -32,8 +32,6 @@ from .core.ranks import all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader
 from .errors import ConfigError, Interrupted, StopRun
-from .extras.meta_build import build_model
-from .extras.sharded import Checkpoints
 from .launching.distributed import RankContext
 from .strategies import create_strategy, settle_precision
 from .tracking import Tracking
@@ -41,6 +39,7 @@ from .training.checkpoint import collect_state, load_run, load_weights
 from .training.checks import MemoryLimit, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, check_before_step
+from .training.meta_build import build_model
 from .training.optimization import WeightAverage
 from .training.progress import Progress, StepClock
 from .training.run_files import (
@@ -50,6 +49,7 @@ from .training.run_files import (
     write_summary,
 )
 from .training.schedule import learning_rate
+from .training.sharded import Checkpoints
 from .training.stopping import StopRequest, beat, hang_watch
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,13 @@ class Trainer:
             )
         self.checkpoints = Checkpoints(directory / "checkpoints", config)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
-        model = build_model(task, config, context, load_weights)
+        self.strategy = create_strategy(config, context)
+        model = build_model(task, config, self.strategy, load_weights)
         # from the process's start to the end of its first step
         self.startup_seconds: float | None = None
         self.num_saves = 0  # by this process
         # epochs for which this process called on_epoch_begin() of model.py
         self.num_epochs_begun = 1
-        self.strategy = create_strategy(config, context)
         check_before_step(task, self.strategy)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         ema, total_steps = training.ema_decay, self.total_steps

@@ -13,7 +13,6 @@ from ..core.ranks import from_main
 from ..core.task import Task, find_task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
-from ..extras.sharded import Checkpoints, load_any, read_whole
 from ..files import run_directory, write_json
 from ..launching.distributed import RankContext, rank_context
 from ..optional_files import available_files
@@ -22,6 +21,7 @@ from ..strategies.base import Strategy
 from ..tracking import rank_logs
 from ..training.checkpoint import load_weights
 from ..training.evaluation import Evaluator
+from ..training.sharded import Checkpoints, load_any, read_whole
 from ..training.stopping import beat, hang_watch
 from . import CommandLine
 

@@ -75,6 +75,7 @@ class Strategy:
     optimizer: Optimizer
     has_collective_forward = False  # forward waits for other ranks: all must run it equally often
     needs_all_gradients = False
+    has_parts = False  # of each weight, as a DTensor
 
     def __init__(self, config: Config, rank: Rank) -> None:
         self.config, self.rank, self.collect = config, rank, gather
@@ -271,6 +272,7 @@ class FsdpStrategy(Strategy):
 
     has_collective_forward = True
     needs_all_gradients = True
+    has_parts = True
 
     def __init__(self, config: Config, rank: Rank) -> None:
         super().__init__(config, rank)

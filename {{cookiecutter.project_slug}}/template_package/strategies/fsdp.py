@@ -32,7 +32,7 @@ class FullyShardedStrategy(Strategy, FsdpStrategy):
             self.options["offload_policy"] = policy
 
     def place(self, tensor: Tensor) -> None:
-        if tensor.is_meta:  # extras/meta_build.py
+        if tensor.is_meta:  # training/meta_build.py
             empty = torch.empty_like(tensor, device=self.rank.device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, tensor.requires_grad)

@@ -15,10 +15,10 @@ from ..core.config import to_dict
 from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
-from ..extras.sharded import load_any, read_parts, read_whole
 from ..strategies.base import Strategy
 from .optimization import WeightAverage
 from .progress import Progress
+from .sharded import load_any, read_parts, read_whole
 
 
 def load_run(

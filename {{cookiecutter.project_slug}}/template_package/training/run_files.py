@@ -17,10 +17,10 @@ from ..config import Config
 from ..core.checkpoint import export_weights
 from ..core.config import to_dict
 from ..core.ranks import gather_objects
-from ..extras.sharded import Checkpoints, read_whole
 from ..files import template_facts, write_json, write_whole
 from ..launching.distributed import RankContext
 from ..strategies.base import Strategy
+from .sharded import Checkpoints, read_whole
 
 LIBRARIES = (
     "torch",

@@ -19,7 +19,7 @@ from configs import config_of
 from test_disk import mounted, needs_mounts
 
 from template_package.core.checkpoint import load_checkpoint
-from template_package.extras.sharded import Checkpoints, crc, read_whole
+from template_package.training.sharded import Checkpoints, crc, read_whole
 
 from conftest import Project
 from test_resuming import RANDOM, assert_equal
@@ -160,7 +160,7 @@ def crc(path):
 
 
 def test_steps_go_on_while_it_is_written_and_a_dead_disk_is_told(project: Project) -> None:
-    project.append("extras/sharded.py", SLOW.format(seconds=1))
+    project.append("training/sharded.py", SLOW.format(seconds=1))
     words = [
         "checkpoint.every_steps=10",
         "checkpoint.every_epochs=null",
@@ -175,7 +175,7 @@ def test_steps_go_on_while_it_is_written_and_a_dead_disk_is_told(project: Projec
         for path in (project.directory("run") / "checkpoints").iterdir()
     }
     assert len(times) == 3
-    project.append("extras/sharded.py", SLOW.format(seconds=600))
+    project.append("training/sharded.py", SLOW.format(seconds=600))
     process = project.start("name=dead", *SHARDED, *words, "launch.timeout_minutes=0.05")
     output = "".join(process.communicate(timeout=120))
     assert process.returncode == 1
@@ -186,7 +186,7 @@ def test_steps_go_on_while_it_is_written_and_a_dead_disk_is_told(project: Projec
 
 
 def test_failure_of_the_run_costs_no_checkpoint_that_is_being_written(project: Project) -> None:
-    project.append("extras/sharded.py", SLOW.format(seconds=1))
+    project.append("training/sharded.py", SLOW.format(seconds=1))
     words = [*SHARDED, "checkpoint.every_epochs=null", "evaluation.every_epochs=null"]
     project.run("name=run", *words, "model.fault=raise", "model.fault_step=8", code=1)
     assert folders(project, "run") == ["step_00000005.dcp"]
@@ -230,7 +230,7 @@ def test_signal_while_it_is_written_costs_no_step_that_was_saved(
 ) -> None:
     words = [*SHARDED, "model.seconds_per_step=0.05"]
     project.run("name=undisturbed", *words)
-    project.append("extras/sharded.py", SLOW.format(seconds=0.15))
+    project.append("training/sharded.py", SLOW.format(seconds=0.15))
     process = project.start(*words)
     part = project.directory("run") / "checkpoints" / "step_00000010.part"
     deadline = time.monotonic() + 100
@@ -283,5 +283,5 @@ def test_disk_that_another_node_does_not_see_is_told_before_the_first_step(
 
 
 def test_another_strategy_is_refused(project: Project) -> None:
-    output = project.run("checkpoint.sharded=true", "device_ids=cpu", code=2)
+    output = project.run("checkpoint.sharded=true", "device_ids=cpu,cpu", code=2)
     assert "checkpoint.sharded=true: needs strategy=fsdp" in output

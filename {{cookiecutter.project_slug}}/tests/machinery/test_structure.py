@@ -16,8 +16,8 @@ MAX_MODULES_OF_TRAINER = 23
 MAY_IMPORT = {
     "run": "commands trainer tracking launching core config files errors",
     "commands": "trainer training strategies tracking data launching core extras config optional_files files errors",
-    "trainer": "training strategies tracking data extras.sharded launching.distributed core config files errors",
-    "training": "strategies tracking data extras launching.distributed launching.processes core config files errors",
+    "trainer": "training strategies tracking data launching.distributed core config files errors",
+    "training": "strategies tracking data launching.distributed launching.processes core config files errors",
     "strategies": "launching.distributed core config options_deepspeed errors",
     "tracking": "launching.distributed core.config core.processes core.ranks config files errors",
     "data": "launching.distributed core config optional_files errors",
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": "core optional_files errors",
     "optional_files": "",
     "core": "model dataset files errors",
-    "extras": "core config data launching.distributed files errors",
+    "extras": "core config data launching.distributed errors",
     "model": "dataset lab core.global_batch errors",
     "dataset": "model lab errors",
     "lab": "errors",  # a fork's own module

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ..config import Config
 from ..core.checkpoint import CheckpointFolder, load_checkpoint, readable
 from ..core.ranks import all_reduce, from_main
-from ..core.strategies import FsdpStrategy, Strategy
+from ..core.strategies import Strategy
 from ..errors import ConfigError, StopRun
 from ..files import disk_failure, write_json
 
@@ -50,7 +50,7 @@ class Checkpoints(CheckpointFolder):
     def __init__(self, folder: Path, config: Config) -> None:
         super().__init__(folder, config.checkpoint.keep_last)
         self.load = load_any
-        self.is_sharded, self._strategy = config.checkpoint.sharded, config.strategy
+        self.is_sharded = config.checkpoint.sharded
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self._num_saved = 0
@@ -61,13 +61,13 @@ class Checkpoints(CheckpointFolder):
         """Prepare to save. Raise ConfigError on all ranks if one does not see what rank 0 writes."""
         if not self.is_sharded:
             return
-        if self._strategy != "fsdp":
-            rule = f"needs strategy=fsdp, and there is strategy={self._strategy}"
-            raise ConfigError(f"checkpoint.sharded=true: {rule}. Set it to false.")
         rank = strategy.rank
         if rank.world_size == 1:  # it holds all
             self.is_sharded = False
             return
+        if not strategy.has_parts:
+            rule = f"needs strategy=fsdp, and there is strategy={strategy.config.strategy}"
+            raise ConfigError(f"checkpoint.sharded=true: {rule}. Set it to false.")
         strategy.collect = lambda value, rank: value  # each rank keeps its parts
         # for the thread alone: two threads must not share a group or a store
         self._store = rank.store.clone()
@@ -247,7 +247,7 @@ def read_whole(state: dict[str, Any]) -> dict[str, Any]:
 
 def read_parts(state: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     """Return a state as strategy.load_state_dict() takes it. Under FSDP each rank reads its own parts."""
-    if "folder" in state and isinstance(strategy, FsdpStrategy):
+    if "folder" in state and strategy.has_parts:
         return _read(state, strategy.module.state_dict(), no_dist=False)
     return read_whole(state) if strategy.rank.is_main else state
 

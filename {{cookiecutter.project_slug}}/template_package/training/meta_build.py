@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from ..config import Config
 from ..core.checks import check_model
 from ..core.random_states import seed_generators
-from ..core.ranks import Rank
 from ..core.task import Task
 from ..errors import ConfigError, one_line
+from ..strategies.base import Strategy
 
 KEY = "fsdp.meta_build=true"
 
 
 def build_model(
-    task: Task, config: Config, rank: Rank, load: Callable[[nn.Module, Path, str], None]
+    task: Task, config: Config, strategy: Strategy, load: Callable[[nn.Module, Path, str], None]
 ) -> nn.Module:
     """Return the model as the first epoch begins with it, with the weights of checkpoint.initial_weights.
 
     load(model, path, what to call the path) reads them. All ranks must call this.
     """
-    path = config.checkpoint.initial_weights
+    path, rank = config.checkpoint.initial_weights, strategy.rank
+    is_meta = config.fsdp.meta_build and strategy.has_parts and not rank.is_main
     # again: building the data sets may have drawn, and not alike on all ranks
     seed_generators(config.seed)
     with rank.local_rank_first("model"):
-        is_meta = config.fsdp.meta_build and config.strategy == "fsdp" and not rank.is_main
         model = (
             _without_values(task, config)
             if is_meta
