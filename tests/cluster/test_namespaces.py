@@ -79,7 +79,7 @@ def start_c10d(hosts: Sequence[Host], *words: str) -> list[Command]:
             "name=run",
             *words,
         )
-        for host, address, is_host in zip(hosts, ADDRESSES, (1, 0), strict=True)
+        for host, address, is_host in zip(hosts, ADDRESSES[:2], (1, 0), strict=True)
     ]
 
 
