@@ -261,9 +261,11 @@ def test_tracker_whose_server_is_silent_costs_a_warning(
     template: Path, tmp_path: Path, size: str, tracker: str
 ) -> None:
     project = bake(template, tmp_path, size=size, tracker=tracker)
-    limit = "TRACKER_SECONDS = 60"
-    (logs,) = [path for path in project.glob("ddp_experiment/**/*.py") if limit in path.read_text()]
-    logs.write_text(logs.read_text().replace(limit, "TRACKER_SECONDS = 8"), encoding="utf-8")
+    if tracker == "mlflow":  # W&B takes an earlier limit for a lost connection, and tries again
+        logs = project / "ddp_experiment" / "core" / "logs.py"
+        text = logs.read_text(encoding="utf-8")
+        assert "TRACKER_SECONDS = 60" in text
+        logs.write_text(text.replace("SECONDS = 60", "SECONDS = 8"), encoding="utf-8")
     with silent_server() as address:
         variables = {"MLFLOW_TRACKING_URI": address, "WANDB_BASE_URL": address}
         variables |= {"WANDB_API_KEY": "0" * 40, "DDP_RUNS_FOLDER": str(tmp_path)}
@@ -274,7 +276,7 @@ def test_tracker_whose_server_is_silent_costs_a_warning(
         seconds = time.monotonic() - started_at
     assert code == 0 and "complete: 2 steps" in printed, printed
     assert f"warning: logging.tracker={tracker} has failed" in printed
-    assert seconds < 80
+    assert seconds < 110
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
