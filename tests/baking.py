@@ -41,8 +41,7 @@ ONLY_WITH = {
 """{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
 IN_BOTH_SIZES = re.compile(
     r"[^/]+|\.\w+/.+"  # the files of the top folder, and those for CI, containers and editors
-    r"|template_package/(__init__|dataset|errors|files|lab|model|policy|tracking/(?!__init__)\w+)\.py"
-    r"|template_package/core/(__init__|checkpoint|checks|config|data|evaluation|global_batch|optimizer|processes|random_states|ranks|settings|smoke|strategies|task)\.py"
+    r"|template_package/(__init__|dataset|errors|files|lab|model|policy|(core|tracking)/\w+)\.py"
     r"|scripts/(multi_node|torchrun|update_from_template)\.sh"
     r"|tests/(test_|workload/)(dataset|model)\.py"
 )

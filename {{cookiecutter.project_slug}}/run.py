@@ -1,4 +1,4 @@
-"""Trains on the devices that config.yaml names: reads the config, computes world_size, and calls run_fn on each rank.
+"""Trains on the devices that config.yaml names: one process per device, which calls run_fn().
 
 python run.py                                   trains on the devices in device_ids
 python run.py device_ids=cpu,cpu name=first     overrides keys of config.yaml for this run
@@ -6,97 +6,176 @@ torchrun --nproc-per-node=2 run.py              trains on two ranks that torchru
 python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
+import gc
 import os
 import signal
 import sys
+import time
+import traceback
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-os.environ["CUDA_DEVICE_ORDER"] = (
-    "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them; before anything can start CUDA
-)
+try:
+    from template_package.commands import CommandLine, parse_command_line
+    from template_package.core.launch import (
+        OUT_OF_MEMORY,
+        PARENT,
+        Devices,
+        as_stop,
+        choose_devices,
+        start_ranks,
+        tell_failure,
+    )
+    from template_package.core.processes import (
+        STOP_SIGNALS,
+        die_with_parent,
+        end_process,
+        settle_process,
+    )
+    from template_package.errors import ConfigError, StopRun
+    from template_package.launchers import adopt, become_torchrun
+except (ModuleNotFoundError, AttributeError) as missing:
+    text = f"{sys.executable}: {missing}. Activate this project's environment, or type: python -m pip install "
+    text += "-c constraints.txt -e ."
+    if not hasattr(signal, "SIGHUP"):
+        text = "Windows is not supported by itself. Type the command in WSL 2."
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
-if TYPE_CHECKING:  # imports are inside functions, since the process that starts the ranks does not load the trainer
+if TYPE_CHECKING:  # the process that starts the ranks does not import torch
     from template_package.config import Config
+    from template_package.core.ranks import Rank
+
+STARTED_AT = time.time()
+ON_RANKS = ("train", "evaluate", "predict")
 
 
-def run_fn(rank: int, world_size: int, config: "Config") -> None:
-    """Train as rank `rank` of `world_size`. launch() has already set up the device and the process group."""
+def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
+    """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package.commands import write_report
+    from template_package.core.checkpoint import run_lock
+    from template_package.core.group import StopRequest
+    from template_package.core.logs import rank_log
     from template_package.core.task import find_task
     from template_package.files import run_directory
-    from template_package.launching.distributed import rank_context
-    from template_package.tracking import rank_logs
     from template_package.trainer import Trainer
 
-    context, directory = rank_context(rank, world_size), run_directory(config.name)
-    with rank_logs(directory, context):
-        Trainer(config, context, directory, find_task()).fit()
-        if context.is_main and config.logging.report:
-            write_report(directory)
+    directory, task = run_directory(config.name), find_task()
+    command: Any = None
+    if line.command != "train":
+        command = import_module(f"template_package.commands.{line.command}")
+    if line.command == "doctor":
+        command.sum_of_ones(place)
+        return 0
+    if command is not None:
+        command.check(line, config, task)  # before anything is written
+    with rank_log(directory, place) as log:
+        console = log if world_size > 1 else sys.__stderr__
+        stop = StopRequest(place, config.launch.timeout_minutes, console)
+        if command is not None:
+            command.work(line, config, place, directory, task, stop)
+            code = 0
+        else:
+            with run_lock(directory):
+                code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
+            if place.is_main and config.logging.report and not code:
+                write_report(directory)
+        stop.close()
+    return code
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command. Return 0 on success, 2 on user error, 130/143 if stopped, 75 to ask for a restart, else 1."""
-    from template_package.errors import ConfigError
-
-    if sys.platform == "win32":  # it has no Unix signals, locks and sockets
-        print(
-            "error: Windows is not supported by itself. Type the command in WSL 2.", file=sys.stderr
-        )
-        sys.exit(2)
+    """Return 0 on success, 2 for a user's mistake, 130 or 143 if stopped, 1 if a rank failed."""
     try:
-        from template_package.commands import parse_command_line
-
-        line = parse_command_line(arguments, default_config=Path(__file__).with_name("config.yaml"))
-        if line.command != "train":
+        line = parse_command_line(arguments, Path(__file__).with_name("config.yaml"))
+        if line.command not in ON_RANKS and PARENT not in os.environ:
             return line.run()
-        config = line.load_config()
-        from template_package.launching.launcher import find_node, launch
-
-        node = find_node(config)
-        world_size = node.num_ranks  # over all nodes: one rank per device
-        # By its module's name: a profiler that runs this file has another module called __main__.
-        from run import run_fn as work
-
-        return launch(work, config, node, world_size)
+        if adopt(line):  # a launcher has started this rank
+            return run_rank(line, None)
+        num_nodes = line.get("launch.nodes", "1")
+        if num_nodes.isdecimal() and int(num_nodes) > 1:
+            become_torchrun(line, num_nodes)
+        devices = choose_devices(line)
+        world_size = len(devices.names)  # one rank per device
+        if line.get("strategy", "ddp") == "data_parallel":
+            world_size = 1  # of all devices
+        start = partial(start_ranks, devices) if world_size > 1 else partial(run_alone, devices)
+        while (code := start(line)) == OUT_OF_MEMORY:
+            gc.collect()  # a single rank's model may be part of a cycle, and still on the GPU
+            print(
+                "out of memory: starting again from the last checkpoint, with smaller micro-batches",
+                file=sys.stderr,
+            )
+            attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt + 1)
+        return code
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "numpy", "pydantic", "yaml"):
-            raise
-        remedy = "Activate this project's environment, or type: python -m pip install -c constraints.txt -e ."
-        print(f"error: {sys.executable} has no {error.name}. {remedy}", file=sys.stderr)
-        return 2
+
+
+def run_alone(devices: Devices, line: CommandLine) -> int:
+    return run_rank(line, devices)
+
+
+def run_rank(line: CommandLine, devices: Devices | None) -> int:
+    """Run the command as one rank. Report an error once, whichever rank has it."""
+    place: Any = None
+    try:
+        if devices is None:
+            die_with_parent(int(os.environ.get(PARENT, os.getppid())))
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
+        # A child that the user forks, of a Pool for example, ends by SIGTERM, as Pool.terminate() expects.
+        os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        from template_package.core.config import to_dict
+        from template_package.core.group import check_alike, join, leave
+
+        config = line.load_config()
+        if config.launch.debug:
+            from torch.distributed import set_debug_level_from_env
+
+            # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
+            os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
+            set_debug_level_from_env()  # torch has read the environment when it was imported
+        place = join(line, config.launch, devices)
+        if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
+            check_alike(to_dict(config))
+        code = run_fn(place.rank, place.world_size, config, place, line)
+        leave()
+        return code
+    except ConfigError as error:
+        tell_failure(f"error: {error}", error.exit_code, place)
+        return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except StopRun as stop:
+        if devices is None and PARENT not in os.environ:
+            text = "out of memory: the same command continues, with smaller micro-batches"
+            tell_failure(f"{place} failed:\n{text}", stop.code, place)
+        return stop.code
+    except BaseException as error:  # SystemExit too: a rank that leaves alone lets the others wait
+        text = f"{place or 'this process'} failed:\n{traceback.format_exc()}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "pydantic"):
+            text = f"error: {sys.executable} has no {error.name}. Type: python -m pip install -c constraints.txt -e ."
+        tell_failure(text, 1, place)
+        return 1
 
 
 if __name__ == "__main__":
-    if sys.platform != "win32":  # there, main() says what to do
-        from template_package.core.processes import settle_process
-
-        settle_process()
+    settle_process()
     folder = Path(__file__).parent
     if (folder / "small" / "run.py").exists() and "{" not in folder.name:
         text = "warning: cookiecutter has run no hooks here: the answers for size, example, tracker and license were "
         text += "ignored. Make the project again with --accept-hooks=yes."
         print(text, file=sys.stderr)
-    # a notebook's own backend may be missing here, and its import would fail
-    os.environ["MPLBACKEND"] = "agg"
-    # until the launcher handles them: torch's import would lose Ctrl-C
-    for name in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):
-        # others: nohup, a user's own
-        if signal.getsignal(name) in (
-            signal.SIG_DFL,
-            signal.default_int_handler,
-        ):
-            signal.signal(name, lambda number, _: os._exit(128 + number))
-    exit_code = main(sys.argv[1:])
-    from template_package.core.processes import end_process
-
-    end_process(exit_code, at_once=False)  # launch() ends a rank that a launcher has started
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here
+    for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
+        if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
+            signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
+    code = main(sys.argv[1:])
+    # After an error on a GPU, CUDA would abort a process that ends in the normal way.
+    end_process(code, at_once="RANK" in os.environ or code == 1)

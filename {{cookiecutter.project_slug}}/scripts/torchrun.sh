@@ -31,21 +31,18 @@ done
 # Prints the number of devices that a run with these arguments would take here. Exit code 2 for a mistake in them.
 count_devices() {
   PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH} "$python" - "$project" "$@" <<'PYTHON'
-import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from template_package.commands import parse_command_line
-from template_package.config import Config, build_config
+from template_package.core.launch import choose_devices
+from template_package.core.settings import read_command_line
 from template_package.errors import ConfigError
-from template_package.launching.devices import take_devices
 
 try:
-    with redirect_stdout(sys.stderr):  # also what --help and imports of model.py print
-        line = parse_command_line(sys.argv[2:], default_config=Path(sys.argv[1], "config.yaml"))
-        config = build_config(line, Config)
-        devices = take_devices(config.device_ids, config.launch, os.environ)
+    with redirect_stdout(sys.stderr):
+        line = read_command_line(sys.argv[2:], Path(sys.argv[1], "config.yaml"))
+        devices = choose_devices(line)
 except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -35,7 +35,8 @@ try:
     )
     from template_package.errors import ConfigError
 except (ModuleNotFoundError, AttributeError) as missing:
-    text = f"{missing}. Type: python -m pip install -c constraints.txt -e ."
+    text = f"{sys.executable}: {missing}. Activate this project's environment, or type: python -m pip install "
+    text += "-c constraints.txt -e ."
     if not hasattr(signal, "SIGHUP"):
         text = "Windows is not supported by itself. Type the command in WSL 2."
     print(f"error: {text}", file=sys.stderr)

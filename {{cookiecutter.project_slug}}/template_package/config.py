@@ -17,7 +17,6 @@ from .core import config as core
 from .core.config import BelowOne, build_config, differing_keys, unread_keys
 from .core.settings import read_command_line
 from .core.task import Task
-from .errors import one_line
 from .optional_files import available_files
 
 
@@ -44,7 +43,8 @@ class LaunchConfig(core.LaunchConfig):
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0
     # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
     network_interface: str | None = None
-    start_method: Literal["auto", "spawn", "forkserver"] = "auto"  # how Python starts several ranks
+    # has no effect any more: each rank is a process of its own
+    start_method: Literal["auto", "spawn", "forkserver"] = "auto"
     wait_minutes: NonNegativeFloat = 0.0  # how long to wait for GPUs that others use
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
@@ -132,10 +132,9 @@ class Config(core.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         launch, devices = self.launch, self.device_ids
-        gpus = [device for device in devices if isinstance(device, int)]
-        if len(set(gpus)) < len(gpus) and launch.backend != "gloo":
-            rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo."
-            raise ValueError(f"device_ids={one_line(devices).strip('[]')}: {rule}")
+        if self.strategy == "data_parallel" and devices[1:].count(devices[0]):
+            rule = "drives one CPU, or GPUs named once. Set device_ids=cpu"
+            raise ValueError(f"strategy=data_parallel: {rule}.")
         if launch.node_rank >= launch.nodes:
             problem = f"launch.node_rank={launch.node_rank}: must be below launch.nodes"
             raise ValueError(f"{problem}. Set both.")

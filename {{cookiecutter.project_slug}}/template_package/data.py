@@ -21,13 +21,12 @@ from .core.random_states import derive_seed, seed_generators
 from .core.ranks import Rank
 from .core.task import Task, inner
 from .errors import ConfigError
-from .launching.distributed import RankContext
 
 WINDOW = 50  # global batches whose samples are sorted together, where samples have lengths
 LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
 
 
-def build_datasets(task: Task, config: Config, context: RankContext) -> tuple[Dataset[Any], ...]:
+def build_datasets(task: Task, config: Config, context: Rank) -> tuple[Dataset[Any], ...]:
     """Build the user's data sets with the same seed on all ranks. Local rank 0 builds (and downloads) them first."""
     seed_generators(config.seed)
     with context.local_rank_first("data"):
@@ -60,7 +59,7 @@ class TimedLoader(TrainLoader):
             asked_at = time.perf_counter()
 
 
-def create_loader(dataset: Any, task: Task, config: Config, context: RankContext) -> TimedLoader:
+def create_loader(dataset: Any, task: Task, config: Config, context: Rank) -> TimedLoader:
     """Return the loader of the training set. Raise ConfigError for a stream without an end."""
     training = config.training
     sizes = training.global_batch_size, training.micro_batch_size

@@ -1,11 +1,12 @@
 """The training loop, with the methods fit, train_step, evaluate, save and resume. You may edit this file.
 
 core/data.py decides which samples each rank sees. strategies/ has a module for each way to share gradients.
-training/ has the trainer's helpers, for example for checkpoints, evaluation, and stopping all ranks together.
+training/ has the trainer's helpers, for example for checkpoints and evaluation.
 """
 
 import logging
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -18,39 +19,29 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from .config import Config, settings_without_effect
-from .core.checkpoint import (
-    find_run,
-    read_once,
-    recount,
-    run_lock,
-    tell_changes,
-)
+from .core.checkpoint import export_weights, find_run, read_once, recount, tell_changes
 from .core.checks import check_finite, check_global_batch, check_replicas, rehearse
 from .core.evaluation import figures_of, total_of
+from .core.group import StopRequest
+from .core.logs import StepClock, Tracking, summary_of, write_start
 from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
-from .core.ranks import all_reduce, from_main
+from .core.ranks import Rank, all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader
 from .errors import ConfigError, Interrupted, StopRun
-from .launching.distributed import RankContext
+from .files import write_json
 from .strategies import create_strategy, settle_precision
-from .tracking import Tracking
 from .training.checkpoint import collect_state, load_run, load_weights
 from .training.checks import MemoryLimit, rehearse_last
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, check_before_step
+from .training.media import Log
 from .training.meta_build import build_model
 from .training.optimization import WeightAverage
-from .training.progress import Progress, StepClock
-from .training.run_files import (
-    log_devices,
-    start_profiler,
-    write_environment,
-    write_summary,
-)
+from .training.profiler import start_profiler
+from .training.progress import Progress
 from .training.schedule import learning_rate
-from .training.sharded import Checkpoints
-from .training.stopping import StopRequest, beat, hang_watch
+from .training.sharded import Checkpoints, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +49,14 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains the user's model on one rank. All ranks must call the same Trainer methods in the same order."""
 
-    def __init__(self, config: Config, context: RankContext, directory: Path, task: Task) -> None:
+    def __init__(self, config: Config, rank: Rank, directory: Path, task: Task) -> None:
         # a run continues in the precision that it began with
-        settle_precision(config, context)
-        self.config, self.context, self.directory, self.task = config, context, directory, task
-        train_data, validation_data, *_ = build_datasets(task, config, context)
+        settle_precision(config, rank)
+        self.config, self.rank, self.directory, self.task = config, rank, directory, task
+        train_data, validation_data, *_ = build_datasets(task, config, rank)
         training = config.training
-        self.loader = create_loader(train_data, task, config, context)
-        self.evaluator = Evaluator(validation_data, "validation", config, context, task)
+        self.loader = create_loader(train_data, task, config, rank)
+        self.evaluator = Evaluator(validation_data, "validation", config, rank, task)
         num_samples = self.loader.plan.num_samples
         self.progress = Progress(num_samples, training.global_batch_size, training.drop_last)
         all_steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
@@ -78,7 +69,7 @@ class Trainer:
             )
         self.checkpoints = Checkpoints(directory / "checkpoints", config)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
-        self.strategy = create_strategy(config, context)
+        self.strategy = create_strategy(config, rank)
         model = build_model(task, config, self.strategy, load_weights)
         # from the process's start to the end of its first step
         self.startup_seconds: float | None = None
@@ -102,38 +93,42 @@ class Trainer:
             self.progress.step >= self.total_steps or is_stale
         ) and not self.progress.is_evaluation_pending
 
-    def fit(self) -> None:
-        """Start or resume the run and train to the end. Raise StopRun(128 + signal number) if a signal stops it."""
-        with run_lock(self.directory):
-            self.resume()
-            # False if a kill came first
-            if self.is_complete and from_main((self.directory / "summary.json").exists):
-                ended_by = (
-                    "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
-                )
-                ended_by = (
-                    "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
-                )
-                message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
-                self.strategy.close()
-                return logger.info(message, self.config.name, self.progress.describe(), ended_by)
-            with (
-                hang_watch(self.context, self.config.launch, self.directory),
-                StopRequest(self.context) as stop,
-            ):
-                self.train(stop)
-        if not self.is_complete and stop.signal_number is not None:
-            logger.info("stopped: the same command continues")
-            raise StopRun(128 + stop.signal_number)
-
-    def train(self, stop: StopRequest) -> None:
-        """Run training steps until the run ends or is asked to stop. Log, evaluate and save as configured."""
+    def fit(self, stop: StopRequest, started_at: float) -> int:
+        """Start or continue the run. Return 0 at its end, or 130 or 143 if a signal stopped it."""
+        self.resume()
+        # False if a kill came first
+        if self.is_complete and from_main((self.directory / "summary.json").exists):
+            ended_by = (
+                "max_steps" if self.total_steps == self.config.training.max_steps else "epochs"
+            )
+            ended_by = (
+                "early_stopping_epochs" if self.progress.step < self.total_steps else ended_by
+            )
+            message = "run %s is complete: %s. To train on, raise training.%s; for a new run, choose another name=…"
+            self.strategy.close()
+            logger.info(message, self.config.name, self.progress.describe(), ended_by)
+            return 0
+        stop.beat()
         memory = self.begin()
+        stop.listen()
+        try:
+            code = self.train(stop, memory, started_at)
+        except (
+            StopRun
+        ) as over:  # out of memory; if a signal came first, stop instead of starting again
+            raise StopRun(stop.received or over.code) from over
+        self.finish(code, stop)
+        return code
+
+    def train(self, stop: StopRequest, memory: MemoryLimit, started_at: float) -> int:
+        """Run training steps until the run ends or is asked to stop. Log, evaluate and save as configured."""
         # Interrupted: in an evaluation, which stays pending
-        with suppress(Interrupted), self.checkpoints.completed(beat):
+        with suppress(Interrupted), self.checkpoints.completed(stop.beat):
             if self.progress.is_evaluation_pending:
                 self.evaluate(stop)
-            while not self.is_complete and stop.allows():
+            while not self.is_complete:
+                if code := stop.code():
+                    return code
                 with memory.watched():
                     # other parameters train now: check a step again
                     if self.begin_epochs(self.progress.epoch):
@@ -145,22 +140,25 @@ class Trainer:
                     sums, gradient_norm = self.train_step(
                         self.progress.is_logged(self.config.logging.every_steps)
                     )
-                self.complete_step(sums, gradient_norm)
+                if self.startup_seconds is None:  # the first step of this process
+                    self.startup_seconds = time.time() - started_at
+                    check_replicas(self.strategy, self.progress.step, self.rank)
+                self.complete_step(sums, gradient_norm, stop)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
                 self.tracking.advance(self.progress.step)
-        self.finish()
+            return 0
+        return stop.code()
 
     def begin(self) -> MemoryLimit:
         """Find a micro-batch size that fits in memory, try out training and evaluation, and open the output files."""
         progress, directory = self.progress, self.directory
-        devices = log_devices(directory, self.context)
-        memory = MemoryLimit(directory, self.context, self.loader)
+        memory = MemoryLimit(directory, self.rank, self.loader)
         with memory.watched():
             if (
                 self.task.compares_samples
                 and self.strategy.has_gradients
-                and self.context.world_size > 1
+                and self.rank.world_size > 1
             ):
                 check_global_batch(self.strategy, self.loader, self.task)
         memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
@@ -176,12 +174,12 @@ class Trainer:
         self.checkpoints.begin(self.strategy)
         # Only now: a start that is refused leaves the run's files as they are.
         self.tracking = Tracking(
-            directory, self.config, self.context, step=progress.step, total_steps=self.total_steps,
+            directory, self.config, self.rank, step=progress.step, total_steps=self.total_steps,
             is_evaluation_pending=progress.is_evaluation_pending,
         )  # fmt: skip
-        write_environment(directory, self.config, self.context, devices)
+        write_start(directory, self.config, self.rank)
         self.profiler = start_profiler(
-            directory, self.context.rank, self.config.logging.profile_steps, progress.step
+            directory, self.rank.rank, self.config.logging.profile_steps, progress.step
         )
         self.loader.start(progress.epoch, progress.position)
         self.clock = StepClock(progress.num_samples_seen)
@@ -224,7 +222,9 @@ class Trainer:
         set_mode(strategy.optimizer, "eval")
         return sums, norm
 
-    def complete_step(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
+    def complete_step(
+        self, sums: dict[str, Tensor], gradient_norm: Tensor | None, stop: StopRequest
+    ) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
         call_after_step(self.task, self.strategy, config.seed, progress.step, self.tracking)
@@ -234,25 +234,22 @@ class Trainer:
         self.checkpoints.check()
         if self.profiler is not None:
             self.profiler.step()
-        is_first, every = self.startup_seconds is None, config.training.check_replicas_every_steps
-        if is_first:  # in this process
-            self.startup_seconds = time.time() - self.context.started_at
-        if is_first or (every and progress.step % every == 0):
-            check_replicas(self.strategy, progress.step, self.context)
+        every = config.training.check_replicas_every_steps
+        if every and progress.step % every == 0:
+            check_replicas(self.strategy, progress.step, self.rank)
         if progress.is_logged(config.logging.every_steps):
             self.log(sums, gradient_norm)
         is_last = progress.step == self.total_steps
         progress.is_evaluation_pending = progress.is_due(config.evaluation, at_end=is_last)
         if progress.is_due(config.checkpoint) or is_last:
-            self.save()  # before the evaluation, which the next start repeats if it fails
+            self.save(stop)  # before the evaluation, which the next start repeats if it fails
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Log the step's figures, averaged over ranks. Not every step is logged, since logging waits for the device."""
         progress = self.progress
-        check_finite(self.losses, progress, self.context)
+        check_finite(self.losses, progress, self.rank)
         values = (
-            all_reduce(torch.stack([*sums.values()]).to(self.context.sum_dtype))
-            / self.context.world_size
+            all_reduce(torch.stack([*sums.values()]).to(self.rank.sum_dtype)) / self.rank.world_size
         )
         record = {"split": "train", "step": progress.step, "epoch": progress.current_epoch}
         record |= dict(zip(sums, values.tolist(), strict=True))
@@ -264,17 +261,16 @@ class Trainer:
         record["samples_per_second"] = self.clock.samples_per_second(progress.num_samples_seen)
         if gradient_norm is not None:
             record["gradient_norm"] = gradient_norm.item()
-        self.tracking.record(record, is_epoch_end=progress.is_epoch_end)
+        self.tracking.record(record)
 
     def evaluate(self, stop: StopRequest) -> None:
         """Evaluate the model on the validation split, and save best.pt if the result is the best so far."""
         with self.clock.paused():
             config, progress = self.config.evaluation, self.progress
-            check_finite(self.losses, progress, self.context)
+            check_finite(self.losses, progress, self.rank)
             with self.average.swapped_in() if self.average is not None else nullcontext():
-                values = self.evaluator.run(
-                    self.strategy, lambda: not stop.allows(), self.tracking.log(progress.step)
-                )
+                log = Log(self.tracking, progress.step)
+                values = self.evaluator.run(self.strategy, stop.code, log)
             if self.task.on_evaluation_end is not None:
                 self.checkpoints.current.clear()  # it may have changed the model
             if progress.best is None:
@@ -289,28 +285,29 @@ class Trainer:
             self.tracking.record({**record, "num_samples": self.evaluator.num_samples})
             if progress.judge(values[config.metric], config, self.config.schedule.patience):
                 self.evaluator.write_report(self.directory, "best", progress.step)
-                self.save(is_best=True)
+                self.save(stop, is_best=True)
 
-    def save(self, *, is_best: bool = False) -> None:
+    def save(self, stop: StopRequest, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step. If is_best, write it as best.pt."""
         with self.clock.paused():
             # A finite loss may have had a gradient that is not, so look at the weights too.
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
-            self.losses.append((norm.to(self.context.device), self.progress.step, 0))
-            check_finite(self.losses, self.progress, self.context)
+            self.losses.append((norm.to(self.rank.device), self.progress.step, 0))
+            check_finite(self.losses, self.progress, self.rank)
             state = collect_state(
                 self.strategy, self.progress, self.config, self.average, self.loader.cursor
             )
-            if self.context.is_main or self.checkpoints.is_sharded:
-                self.checkpoints.save(state, is_best=is_best, beat=beat)
+            if self.rank.is_main or self.checkpoints.is_sharded:
+                self.checkpoints.save(state, is_best=is_best, beat=stop.beat)
             self.num_saves += 1
-            self.context.wait_for_main(f"save {self.num_saves}", beat)
+            self.rank.wait_for_main(f"save {self.num_saves}", stop.beat)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one."""
         wanted = self.config.checkpoint.resume
-        num_devices = self.context.world_size * len(self.context.devices)
-        options: Any = {"is_restart": self.context.attempt > 0, "num_devices": num_devices}
+        num_devices = self.rank.world_size * len(self.rank.devices)
+        is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        options: Any = {"is_restart": is_restart, "num_devices": num_devices}
         options["remedy"] = (
             f"Put them back; or take the weights alone: checkpoint.initial_weights={wanted}"
         )
@@ -322,7 +319,7 @@ class Trainer:
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]
             # a stream refuses other numbers of ranks
-            self.loader.cursor = cursors[self.context.rank % len(cursors)]
+            self.loader.cursor = cursors[self.rank.rank % len(cursors)]
         load_run(state, self.strategy, self.progress, self.config, self.average)
         if state.get("is_of_other_run") and self.is_complete:
             key, step = f"checkpoint.resume={self.config.checkpoint.resume}", self.progress.step
@@ -348,36 +345,41 @@ class Trainer:
             self.strategy.rebuild()
         return is_changed
 
-    def finish(self) -> None:
+    def finish(self, code: int, stop: StopRequest) -> None:
         """Save a final checkpoint, write summary.json and the best weights, and close the loader and the trackers."""
         progress, seconds = self.progress, self.clock.seconds
         if progress.step:
-            self.save()
-            self.checkpoints.wait(beat)
+            self.save(stop)
+            self.checkpoints.wait(stop.beat)
         self.loader.close()
         if self.profiler is not None:
             self.profiler.stop()
-        status = "complete" if self.is_complete else "stopped"
+        status = "stopped" if code else "complete"
+        speed = (progress.num_samples_seen - self.clock.first_sample) / max(seconds, 1e-9)
         summary = {
             "status": status,
             "steps": progress.step,
             "epochs": progress.epoch,
             "best": progress.best,
-        }
-        summary |= {
             "micro_batch_size": self.loader.micro_batch_size,
             "startup_seconds": self.startup_seconds,
-        }
-        summary |= {
             "train_seconds": seconds,
             "seconds_waiting_for_data": self.loader.seconds_waited,
+            "samples_per_second": speed,
+            **summary_of(self.config, self.rank),
         }
-        summary["samples_per_second"] = (progress.num_samples_seen - self.clock.first_sample) / max(
-            seconds, 1e-9
-        )
-        progress.best = write_summary(
-            self.directory, summary, self.config, self.strategy, self.checkpoints
-        )["best"]
+        if self.rank.is_main:
+            checkpoints, folder = self.checkpoints, self.directory
+            if paths := sorted(
+                checkpoints.newest_first(), key=lambda path: path != checkpoints.best
+            ):
+                state = read_whole(checkpoints.load_first(paths) | {"optimizer": {}})
+                # best.pt may come from steps that a crash lost and that were repeated
+                summary["best"] = progress.best = state["best"]
+                weights = state.get("average", state["model"])
+                export_weights(weights, self.strategy.module, folder / "model.safetensors")
+            write_json(folder / "summary.json", summary)
         self.tracking.close()
         self.strategy.close()
-        logger.info("%s: %s (%s)", status, progress.describe(), self.directory)
+        remedy = ": the same command continues" if code else ""
+        logger.info("%s: %s (%s)%s", status, progress.describe(), self.directory, remedy)

@@ -57,9 +57,11 @@ def heed_ctrl_c() -> None:
 class Session:
     """A process that runs commands one after the other. Its code is in workload/session.py.
 
-    If a command needs two or more ranks, each rank runs in its own process. These start fast because all commands share
-    one fork server, which has already imported torch.
+    Each command, and each of its ranks, is a process of its own. They start fast, because they are forked from one that
+    has already imported torch.
     """
+
+    pid = -1  # of the command that runs, or ran last
 
     def __init__(self, folder: Path, output: Path) -> None:
         self._folder, self._path = folder, output
@@ -75,6 +77,7 @@ class Session:
             file=self._process.stdin,
             flush=True,
         )
+        self.pid = int(self._replies.readline())
         is_answered, *_ = select.select([self._replies], [], [], TIMEOUT_SECONDS)
         reply = self._replies.readline() if is_answered else ""
         if not reply:
@@ -82,12 +85,6 @@ class Session:
         return int(reply) if reply else None, self._path.read_bytes()[start:].decode(
             errors="replace"
         )
-
-    @property
-    def pid(self) -> int:
-        """The id of the process that runs the commands."""
-        assert self._process is not None, "start it first"
-        return self._process.pid
 
     def start(self) -> None:
         """Start the process if it is not running. run() does this automatically."""
@@ -113,7 +110,7 @@ class Session:
     def close(self) -> None:
         """Kill the process, which also ends the ranks that it has started."""
         if self._process is not None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._replies.close()
         self._process = None

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import MicroBatch, epoch_order
+from template_package.core.ranks import Rank
 from template_package.core.task import find_task
 from template_package.data import (
     OrderedPlan,
@@ -24,7 +25,6 @@ from template_package.data import (
     is_stream,
 )
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 
 # yours may not suit the test data
 TASK = replace(find_task(), collate=default_collate, loss_weight=None)
@@ -55,7 +55,7 @@ def train_loader(
     task: Any = TASK,
 ) -> TimedLoader:  # fmt: skip
     plan = OrderedPlan(dataset or Squares(), task, "training", 5, size)
-    context, config = RankContext(rank=rank, world_size=world_size), LoaderConfig(workers)
+    context, config = Rank(rank=rank, world_size=world_size), LoaderConfig(workers)
     return TimedLoader(plan, config, context, global_batch_size=size, micro_batch_size=micro)
 
 
@@ -76,7 +76,7 @@ def steps(
 def evaluated(dataset: Any, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches that a rank evaluates."""
     loader = create_evaluation_loader(
-        dataset, TASK, LoaderConfig(), RankContext(rank, world_size), "validation"
+        dataset, TASK, LoaderConfig(), Rank(rank, world_size), "validation"
     )
     return list(loader.read(micro_batch_size))
 

@@ -1,18 +1,21 @@
-"""Reads run.py's command line. Each command except `train` is a module in this folder with a function main(line)."""
+"""Reads run.py's command line. Each command except `train` is a module in this folder.
+
+Those that run on ranks have functions check() and work(), which run.py calls on each of them; the others a main(line).
+"""
 
 import logging
-import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..core import settings
-from ..errors import ConfigError, one_line
-from ..launching.environment import launcher_of
-from ..launching.processes import start_fork_server
+from ..core.launch import as_stop
+from ..core.processes import STOP_SIGNALS
+from ..errors import ConfigError, StopRun, one_line
 from ..optional_files import available_files
 
 if TYPE_CHECKING:
@@ -25,20 +28,12 @@ COMMANDS = settings.COMMANDS | {
     "sweep FILE": "starts many training runs, in parallel if possible. Rerun it to resume the sweep",
 }
 """{command: help}. A project has those whose file is in this folder."""
-GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class CommandLine(settings.CommandLine):
     def load_config(self) -> "Config":
         """Return the config from the config files and the words. Raise ConfigError if a setting is wrong."""
         with answered_in_our_words():
-            devices = self.get("device_ids", "auto")
-            has_several_ranks = "," in devices or (
-                devices.startswith("auto") and len([*GPUS.glob("*")]) > 1
-            )
-            starts_ranks = self.command in ("train", "evaluate", "predict")
-            if has_several_ranks and starts_ranks and launcher_of(os.environ) is None:
-                start_fork_server()  # it imports torch while this process does
             from ..config import Config
             from ..core.config import build_config
 
@@ -46,13 +41,6 @@ class CommandLine(settings.CommandLine):
 
     def run(self) -> int:
         return int(import_module(f".{self.command}", __package__).main(self))
-
-    def launch(self, run_fn: Callable[[int, int, "Config"], None]) -> int:
-        config = self.load_config()
-        from ..launching.launcher import find_node, launch
-
-        node = find_node(config)
-        return launch(run_fn, config, node, node.num_ranks)
 
 
 def parse_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
@@ -66,6 +54,23 @@ def parse_command_line(arguments: Sequence[str], default_config: Path) -> Comman
     with answered_in_our_words():
         line = settings.read_command_line(words, default_config, commands)
     return CommandLine(**vars(line))
+
+
+@contextmanager
+def stops_raised() -> Iterator[None]:
+    """Inside, a stop signal raises StopRun (exit code 130 or 143)."""
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise StopRun(128 + as_stop(number))
+
+    # nohup
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    former = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler_before in former.items():
+            signal.signal(number, handler_before)
 
 
 @contextmanager

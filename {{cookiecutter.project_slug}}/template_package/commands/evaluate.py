@@ -9,79 +9,70 @@ from typing import Any
 from ..config import Config
 from ..core.checkpoint import check_same, read_once
 from ..core.config import differing_keys, to_dict
-from ..core.ranks import from_main
-from ..core.task import Task, find_task
+from ..core.group import StopRequest
+from ..core.ranks import Rank, from_main
+from ..core.task import Task
 from ..data import build_datasets, seed_generators
 from ..errors import ConfigError
 from ..files import run_directory, write_json
-from ..launching.distributed import RankContext, rank_context
 from ..optional_files import available_files
 from ..strategies import create_strategy, settle_precision
 from ..strategies.base import Strategy
-from ..tracking import rank_logs
 from ..training.checkpoint import load_weights
 from ..training.evaluation import Evaluator
 from ..training.sharded import Checkpoints, load_any, read_whole
-from ..training.stopping import beat, hang_watch
 from . import CommandLine
 
 logger = logging.getLogger(__name__)
 
 
-def main(line: CommandLine) -> int:
-    return line.launch(evaluate_fn)
+def check(_line: CommandLine, config: Config, _task: Task) -> None:
+    find_checkpoint(config, run_directory(config.name))  # the run may not exist
 
 
-def evaluate_fn(rank: int, world_size: int, config: Config) -> None:
+def work(
+    _: CommandLine, config: Config, context: Rank, directory: Path, task: Task, stop: StopRequest
+) -> None:
     """Evaluate the chosen checkpoint on this rank's share of the data. Rank 0 writes the combined result."""
-    context, directory, task = (
-        rank_context(rank, world_size),
-        run_directory(config.name),
-        find_task(),
+    path = find_checkpoint(config, directory)
+    state, strategy, datasets = restore(
+        path, config, context, task, lambda: build_datasets(task, config, context)
     )
-    path = find_checkpoint(config, directory)  # before anything is written: the run may not exist
-    with rank_logs(directory, context):
-        state, strategy, datasets = restore(
-            path, config, context, task, lambda: build_datasets(task, config, context)
+    for key, change in differing_keys(state["config"], config).items():
+        if key.startswith("data."):
+            message = "%s was trained with another %s (%s). It may have seen this split."
+            logger.warning(message, path, key, change)
+    splits, split = (
+        dict(zip(("train", "validation", "test"), datasets, strict=False)),
+        config.evaluation.split,
+    )
+    if split not in splits:
+        raise ConfigError(
+            f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only."
         )
-        for key, change in differing_keys(state["config"], config).items():
-            if key.startswith("data."):
-                message = "%s was trained with another %s (%s). It may have seen this split."
-                logger.warning(message, path, key, change)
-        splits, split = (
-            dict(zip(("train", "validation", "test"), datasets, strict=False)),
-            config.evaluation.split,
+    evaluator = Evaluator(splits[split], split, config, context, task)
+    values = evaluator.run(strategy, stop.beat)
+    report_path = evaluator.write_report(directory, path.stem, state["step"])
+    strategy.close()
+    result = {
+        "split": split,
+        "checkpoint": str(path),
+        "step": state["step"],
+        "epoch": state["epoch"],
+        **values,
+    }
+    if context.is_main:
+        write_json(directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples})
+        if report_path is not None and "report" in available_files("commands"):
+            logger.info("%s", import_module(".report", __package__).class_table(report_path))
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+        logger.info(
+            f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}"
         )
-        if split not in splits:
-            raise ConfigError(
-                f"evaluation.split={split}: build_datasets() returns {', '.join(splits)} only."
-            )
-        evaluator = Evaluator(splits[split], split, config, context, task)
-        with hang_watch(context, config.launch, directory):
-            values = evaluator.run(strategy, beat)
-        report_path = evaluator.write_report(directory, path.stem, state["step"])
-        strategy.close()
-        result = {
-            "split": split,
-            "checkpoint": str(path),
-            "step": state["step"],
-            "epoch": state["epoch"],
-            **values,
-        }
-        if context.is_main:
-            write_json(
-                directory / "evaluation.json", {**result, "num_samples": evaluator.num_samples}
-            )
-            if report_path is not None and "report" in available_files("commands"):
-                logger.info("%s", import_module(".report", __package__).class_table(report_path))
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
-            logger.info(
-                f"{path} (step {state['step']}), {split} split ({evaluator.num_samples} samples): {figures}"
-            )
 
 
 def restore(
-    path: Path, config: Config, context: RankContext, task: Task, build: Callable[[], Any]
+    path: Path, config: Config, context: Rank, task: Task, build: Callable[[], Any]
 ) -> tuple[Any, Strategy, Any]:
     """Return the saved state, a strategy with the saved weights, and build()'s result. All ranks must call this."""
     # other files: weights of any program

@@ -4,73 +4,68 @@ read_inputs() in dataset.py reads the inputs, and predict() in model.py computes
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import Config
 from ..core.data import EvaluationLoader
-from ..core.ranks import gather_objects
-from ..core.task import Function, find_task
+from ..core.group import StopRequest
+from ..core.ranks import Rank, gather_objects
+from ..core.task import Function, Task
 from ..data import create_evaluation_loader
 from ..errors import ConfigError
 from ..files import run_directory, write_predictions
-from ..launching.distributed import rank_context
 from ..strategies.base import Strategy
-from ..tracking import rank_logs
-from ..training.stopping import beat, hang_watch
 from . import CommandLine
 from .evaluate import find_checkpoint, restore
 
 logger = logging.getLogger(__name__)
 
 
-def main(line: CommandLine) -> int:
-    if len(line.rest) != 1:
-        raise ConfigError(
-            f"{' '.join(['predict', *line.rest])}: takes one input: a FILE, or 'a sentence in quotes'."
-        )
-    task = find_task()
+def check(_line: CommandLine, config: Config, task: Task) -> None:
     for file, name in (("dataset.py", "read_inputs"), ("model.py", "predict")):
         if getattr(task, name) is None:
             raise ConfigError(
                 f"predict: {file} has no {name}(). Write it; README.md says what it takes and returns."
             )
-    return line.launch(partial(predict_fn, line.rest[0]))
+    find_checkpoint(config, run_directory(config.name))
 
 
-def predict_fn(source: str, rank: int, world_size: int, config: Config) -> None:
+def work(
+    line: CommandLine, config: Config, context: Rank, directory: Path, task: Task, stop: StopRequest
+) -> None:
     """Compute predictions for this rank's share of the inputs. Rank 0 writes all predictions, in the inputs' order."""
-    context, directory, task = (
-        rank_context(rank, world_size),
-        run_directory(config.name),
-        find_task(),
-    )
     checkpoint = find_checkpoint(config, directory)
-    with rank_logs(directory, context):
-        read = partial(task.read_inputs, source, config.data)
-        _, strategy, (dataset, names) = restore(checkpoint, config, context, task, read)
-        with hang_watch(context, config.launch, directory):
-            loader = create_evaluation_loader(dataset, task, config.loader, context, "prediction")
-            sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
-            size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
-            parts = gather_objects(_predict_part(task.predict, strategy, loader, size))
-        strategy.close()
-        if parts is not None:  # rank 0
-            rows = {index: row for part in parts for index, row in part.items()}
-            for row in rows.values():
-                if getattr(dataset, "label_names", None) and isinstance(row.get("label"), int):
-                    row["label"] = dataset.label_names[row["label"]]
-            whole = [{"input": names[i], **rows[i]} for i in sorted(rows)]
-            lines, path = write_predictions(directory, whole), directory / "predictions.jsonl"
-            # the first ones, to look at
-            logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
+    read = partial(task.read_inputs, line.rest[0], config.data)
+    _, strategy, (dataset, names) = restore(checkpoint, config, context, task, read)
+    loader = create_evaluation_loader(dataset, task, config.loader, context, "prediction")
+    sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
+    size = next((int(size) for size in sizes if size != "auto"), 64)  # 64 if both are auto
+    rows = _predict_part(task.predict, strategy, loader, size, stop.beat)
+    parts = gather_objects(rows)
+    strategy.close()
+    if parts is not None:  # rank 0
+        rows = {index: row for part in parts for index, row in part.items()}
+        for row in rows.values():
+            if getattr(dataset, "label_names", None) and isinstance(row.get("label"), int):
+                row["label"] = dataset.label_names[row["label"]]
+        whole = [{"input": names[i], **rows[i]} for i in sorted(rows)]
+        lines, path = write_predictions(directory, whole), directory / "predictions.jsonl"
+        # the first ones, to look at
+        logger.info("%s\n%d rows: %s", "\n".join(lines[:20]), len(lines), path)
 
 
 @torch.no_grad()
 def _predict_part(
-    predict: Function, strategy: Strategy, loader: EvaluationLoader, size: int
+    predict: Function,
+    strategy: Strategy,
+    loader: EvaluationLoader,
+    size: int,
+    beat: Callable[[], None],
 ) -> dict[int, dict[str, Any]]:
     """Compute predictions for this rank's share of the inputs, `size` at a time. Return {input's index: prediction}."""
     rows: dict[int, dict[str, Any]] = {}

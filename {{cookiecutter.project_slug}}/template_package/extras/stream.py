@@ -18,11 +18,10 @@ from torch.utils.data import _utils
 
 from ..core.data import MicroBatch, Plan, Request, move
 from ..core.random_states import generators_of, generators_restored
-from ..core.ranks import all_reduce
+from ..core.ranks import Rank, all_reduce
 from ..core.task import Task, inner
 from ..data import TimedLoader
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class StreamLoader(TimedLoader):
         dataset: Any,
         task: Task,
         config: Any,
-        context: RankContext,
+        context: Rank,
         seed: int,
         size: int,
         micro_batch_size: int | str,
@@ -152,7 +151,7 @@ class StreamLoader(TimedLoader):
 class StreamPlan(Plan):
     """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
-    def __init__(self, dataset: Any, task: Task, seed: int, context: RankContext) -> None:
+    def __init__(self, dataset: Any, task: Task, seed: int, context: Rank) -> None:
         library = type(dataset).__module__.partition(".")[0]
         is_sharded = library in ("datasets", "webdataset")
         self._is_sharded = is_sharded or getattr(dataset, "is_sharded", False)

@@ -4,15 +4,15 @@ from importlib import import_module
 from typing import Any
 
 from ..config import Config
+from ..core.ranks import Rank
 from ..core.strategies import settle_precision
 from ..errors import ConfigError
-from ..launching.distributed import RankContext
 from .base import Strategy
 
 __all__ = ["Strategy", "create_strategy", "settle_precision"]
 
 
-def create_strategy(config: Config, context: RankContext) -> Strategy:
+def create_strategy(config: Config, context: Rank) -> Strategy:
     """Build the configured strategy. With one rank, skip the wrapper for ddp, and for fsdp without CPU offload."""
     is_plain = config.strategy == "ddp" or (
         config.strategy == "fsdp" and not config.fsdp.cpu_offload

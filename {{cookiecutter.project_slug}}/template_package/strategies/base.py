@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -92,6 +93,13 @@ def checkpoint_activations(module: nn.Module) -> None:
         )
     for block in found:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def join_alone(rank: Rank) -> None:
+    """Make a process group for a single rank, which has none, if this process is one."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if rank.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def share_from_main(module: nn.Module, rank: Rank) -> None:

@@ -7,17 +7,15 @@ stage 3 also the weights. Weights are kept in fp32, and forward passes use autoc
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import Config
-from ..core.ranks import from_main, pack, unpack
+from ..core.ranks import Rank, from_main, pack, unpack
 from ..errors import ConfigError, FailureError
-from ..launching.distributed import RankContext, join_group
-from .base import BuildOptimizer, share_from_main
+from .base import BuildOptimizer, join_alone, share_from_main
 from .ddp import DistributedDataParallelStrategy
 from .library_environment import changed_environment, launch_variables
 from .zero.gradients import GradientWatch
@@ -33,7 +31,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     model: Any
     optimizer: Any
 
-    def __init__(self, config: Config, context: RankContext) -> None:
+    def __init__(self, config: Config, context: Rank) -> None:
         super().__init__(config, context)
         self._zero: Any = vars(config)["deepspeed"]  # of options_deepspeed.py
         self._stage, self._precision = self._zero.zero_stage, config.training.precision
@@ -55,7 +53,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         if build_optimizer is None and self._stage < 3:
             return
         self._check()
-        join_group(self.rank, "auto", timedelta(minutes=10))  # a single rank has none yet
+        join_alone(self.rank)
         optimizer = None
         if build_optimizer is not None:
             optimizer = build_optimizer(self.module)  # it looks at whole weights
@@ -190,7 +188,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.optimizer.override_loss_scale(self.scaler.get_scale())
 
 
-def _import_deepspeed(context: RankContext) -> Any:
+def _import_deepspeed(context: Rank) -> Any:
     """Import DeepSpeed for this rank's device. On a machine with a GPU, DeepSpeed itself would never choose the CPU."""
     os.environ |= {
         "DS_ACCELERATOR": context.device.type,

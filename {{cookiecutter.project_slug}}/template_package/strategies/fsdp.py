@@ -1,24 +1,22 @@
 """Trains with FSDP (core/strategies.py), with the options that size=full adds."""
 
-from datetime import timedelta
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..config import Config
+from ..core.ranks import Rank
 from ..core.strategies import FsdpStrategy
 from ..errors import ConfigError
-from ..launching.distributed import RankContext, join_group
-from .base import Strategy
+from .base import Strategy, join_alone
 
 
 class FullyShardedStrategy(Strategy, FsdpStrategy):
     can_rebuild = False
 
-    def __init__(self, config: Config, context: RankContext) -> None:
+    def __init__(self, config: Config, context: Rank) -> None:
         super().__init__(config, context)
-        join_group(context, "auto", timedelta(minutes=10))  # a single rank has none yet
+        join_alone(context)
         self.options["reshard_after_forward"] = config.fsdp.reshard_after_forward
         if (replicas := config.fsdp.replicas) > 1:
             if context.world_size % replicas:

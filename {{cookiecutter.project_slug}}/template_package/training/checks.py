@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from ..core.checks import rehearse
-from ..core.ranks import all_reduce
+from ..core.launch import OUT_OF_MEMORY
+from ..core.ranks import Rank, all_reduce
 from ..core.task import Task
 from ..data import TimedLoader
 from ..errors import ConfigError, FailureError, StopRun
 from ..files import write_whole
-from ..launching.distributed import RankContext
-from ..launching.processes import OUT_OF_MEMORY
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def rehearse_last(strategy: Strategy, loader: TimedLoader, task: Task) -> None:
 class MemoryLimit:
     """Lowers this rank's micro-batch size if memory runs out. A file in the run's folder stores the size."""
 
-    def __init__(self, directory: Path, context: RankContext, loader: TimedLoader) -> None:
+    def __init__(self, directory: Path, context: Rank, loader: TimedLoader) -> None:
         self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
         self._context, self._loader = context, loader
         size = (

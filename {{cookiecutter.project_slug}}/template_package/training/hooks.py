@@ -11,6 +11,7 @@ from ..core.random_states import derive_seed, generators_restored, seed_generato
 from ..core.task import Task
 from ..errors import ConfigError
 from ..strategies.base import Strategy
+from .media import Log
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,11 @@ def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, track
     """Call before_step(model, step, log) in model.py. Then reset random generators to their old states."""
     if task.before_step is not None:
         with torch.no_grad(), drawing_for(strategy, seed, step):
-            task.before_step(strategy.evaluation_model, step, tracking.log(step))
+            task.before_step(strategy.evaluation_model, step, Log(tracking, step))
 
 
 def call_after_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) in model.py, if defined. Then reset random generators to their old states."""
     if task.after_step is not None:
         with torch.no_grad(), drawing_for(strategy, seed, step), strategy.autocast():
-            task.after_step(strategy.evaluation_model, step, tracking.log(step))
+            task.after_step(strategy.evaluation_model, step, Log(tracking, step))

@@ -1,9 +1,6 @@
-"""Counts the steps and epochs of a run, remembers the best evaluation, and measures the time spent in steps."""
+"""Counts the steps and epochs of a run, remembers the best evaluation."""
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,28 +115,3 @@ class Progress:
         # unknown if another run, or an older version, began the epoch
         self.loss_sum = 0.0 if self.is_epoch_end else math.nan
         vars(self).update(state["early_stopping"])
-
-
-class StepClock:
-    """Measures the time spent in training steps. Start-up, evaluation and saving do not count."""
-
-    def __init__(self, num_samples_seen: int) -> None:
-        self._started_at, self.first_sample = time.perf_counter(), num_samples_seen
-        self._lap = num_samples_seen, 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._started_at
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        paused_at = self.seconds
-        try:
-            yield
-        finally:  # a request to stop may end an evaluation
-            self._started_at = time.perf_counter() - paused_at  # a pause inside it counts once
-
-    def samples_per_second(self, num_samples_seen: int) -> float:
-        """Return the training speed since the previous call."""
-        (former_samples, former_seconds), self._lap = self._lap, (num_samples_seen, self.seconds)
-        return (num_samples_seen - former_samples) / max(self._lap[1] - former_seconds, 1e-9)

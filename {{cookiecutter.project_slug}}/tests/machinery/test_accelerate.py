@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from configs import config_of
 
+from template_package.core.ranks import Rank
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 
 from conftest import Project
 
@@ -81,7 +81,7 @@ def test_one_rank_is_the_plain_loop(project: Project) -> None:
 def strategy_of(**options: Any) -> Any:
     from template_package.strategies.accelerate import AccelerateStrategy
 
-    return AccelerateStrategy(config_of(**options), RankContext())
+    return AccelerateStrategy(config_of(**options), Rank())
 
 
 def test_fp16_on_cpu_is_refused() -> None:

@@ -10,8 +10,8 @@ import torch
 from configs import config_of
 from torch import nn
 
+from template_package.core.ranks import Rank
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 from template_package.strategies.data_parallel import DataParallelStrategy
 
 from conftest import Project
@@ -21,7 +21,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 
 
 def strategy_on(*devices: torch.device, **options: Any) -> DataParallelStrategy:
-    context = RankContext(devices=devices)
+    context = Rank(devices=devices)
     return DataParallelStrategy(config_of(**options), context)
 
 

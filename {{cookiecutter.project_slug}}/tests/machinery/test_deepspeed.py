@@ -17,8 +17,8 @@ from configs import config_of
 from torch import nn
 
 from template_package.config import load_config
+from template_package.core.ranks import Rank
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 from template_package.options_deepspeed import Options
 
 from conftest import ROOT, Project
@@ -268,7 +268,7 @@ def strategy_of(monkeypatch: pytest.MonkeyPatch, stage: int, **options: Any) -> 
         monkeypatch.setenv(name, "")  # what the strategy sets is taken back after the test
     config: Any = config_of(**options)
     config.deepspeed = Options(zero_stage=stage)
-    return DeepSpeedStrategy(config, RankContext(store=dist.HashStore()))
+    return DeepSpeedStrategy(config, Rank(store=dist.HashStore()))
 
 
 def test_models_that_it_cannot_cut_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,137 +2,120 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-import re
-import signal
-import socket
-import sys
-import threading
+import secrets
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
-import torch
-import torch.distributed as dist
 from shared_server import (
     IS_ROOT,
     NOBODY,
     OWN_USER,
     SimulatedNvml,
     child,
+    choice,
+    driver,
+    needs_linux,
     receive,
     someone_elses_process,
 )
 
-from template_package.config import LaunchConfig, load_config
+from template_package.core import launch
+from template_package.core.launch import Devices
+from template_package.core.settings import CommandLine
 from template_package.errors import ConfigError
-from template_package.launching import devices as module
-from template_package.launching import launcher
-from template_package.launching.devices import Devices, find_gpus, owner, take_devices, take_lock
-from template_package.launching.environment import Launched
+from template_package.launchers import adopt
 
-ROOT = Path(__file__).parents[2]
-needs_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="locks, and processes' owners, are Linux's"
-)
-OWN = owner(os.getpid())
+from conftest import ROOT
 
 
-def take(
-    device_ids: Any,
-    nvml: SimulatedNvml | None,
-    mask: str | None = None,
-    num_ranks: int = 0,
-    **launch: Any,
-) -> Devices:
-    environment = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-    return take_devices(device_ids, LaunchConfig(**launch), environment, num_ranks, nvml)
+def places(devices: Devices, nvml: SimulatedNvml) -> list[Any]:
+    """Return the index of the GPU that each rank computes on, as nvidia-smi shows it, or "cpu"."""
+    uuids = [nvml.nvmlDeviceGetUUID(index) for index in range(len(nvml.free_gib))]
+    visible = [uuids.index(uuid) for uuid in filter(None, devices.visible.split(","))]
+    return [name if name == "cpu" else visible[int(name[5:])] for name in devices.names]
 
 
-def names(
-    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any
-) -> list[str]:
-    """Return the names of the devices that a run would take, and release their locks."""
-    devices = take(device_ids, nvml, mask, **options)
-    for lock in devices.locks:
+def chosen(
+    device_ids: Any, nvml: SimulatedNvml, mask: str | None = None, **options: Any
+) -> list[Any]:
+    """Return the places of a run that would start now, and release its locks."""
+    with choice(device_ids, nvml, mask, **options) as devices:
+        return places(devices, nvml)
+
+
+def refusal(device_ids: Any, nvml: SimulatedNvml, mask: str | None = None, **options: Any) -> str:
+    with pytest.raises(ConfigError) as error, choice(device_ids, nvml, mask, **options):
+        pass
+    return str(error.value)
+
+
+def locked(nvml: SimulatedNvml) -> list[int]:
+    """Return the indexes of the GPUs that some run has locked."""
+    locks = [launch.lock(nvml.nvmlDeviceGetUUID(index)) for index in range(len(nvml.free_gib))]
+    for lock in filter(None, locks):
         lock.close()
-    return devices.names
-
-
-def refusal(
-    device_ids: Any, nvml: SimulatedNvml | None, mask: str | None = None, **options: Any
-) -> str:
-    try:
-        take(device_ids, nvml, mask, **options)
-    # pytest.raises() would keep the caller's locks until the next garbage collection
-    except ConfigError as error:
-        return str(error)
-    pytest.fail("not refused")
-
-
-def states(lines: list[str]) -> list[str]:
-    """Return the last column of the table of GPUs: the state of each GPU."""
-    return [re.split("  +", line)[-1] for line in lines if line.startswith("GPU ")]
-
-
-def is_locked(nvml: SimulatedNvml, index: int) -> bool:
-    lock = take_lock(nvml.nvmlDeviceGetUUID(index))
-    if lock is not None:
-        lock.close()
-    return lock is None
+    return [index for index, lock in enumerate(locks) if lock is None]
 
 
 @contextmanager
-def another_run(
-    device_ids: Any, nvml: SimulatedNvml, uid: int = OWN_USER, **launch: Any
-) -> Iterator[int]:
-    """Start a run that takes its devices and keeps them during the `with` body. Yield its process id."""
+def another_run(device_ids: Any, nvml: SimulatedNvml, **options: Any) -> Iterator[None]:
+    """Start a run that chooses its devices and keeps them during the `with` body."""
 
     def work(pipe: Connection) -> None:
-        kept = take(device_ids, nvml, **launch)
-        pipe.send(kept.names)
-        time.sleep(60)
+        with choice(device_ids, nvml, **options) as devices:
+            pipe.send(devices)
+            time.sleep(60)
 
-    with child(work, uid) as (pid, pipe):
+    with child(work) as (_, pipe):
         receive(pipe)
-        yield pid
-
-
-@pytest.mark.parametrize(("device_ids", "num_ranks"), [("cpu", 1), (["cpu", "cpu"], 2)])
-def test_cpu_ranks_ask_no_driver(device_ids: Any, num_ranks: int) -> None:
-    no_nvml = object()
-    assert take_devices(device_ids, LaunchConfig(), {}, nvml=no_nvml) == Devices(
-        ["cpu"] * num_ranks, [], ()
-    )
-
-
-def test_the_gpu_of_a_mac_is_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert names("mps", None) == names("auto", None) == ["mps"]
-    assert names("auto", None, num_ranks=2) == ["cpu", "cpu"]  # of torchrun
+        yield
 
 
 @pytest.mark.parametrize(
-    ("mask", "device_ids", "devices"),
+    ("device_ids", "names"), [("cpu", ["cpu"]), (["cpu", "cpu"], ["cpu"] * 2), ("mps", ["mps"])]
+)
+def test_other_devices_ask_no_driver(device_ids: Any, names: list[str]) -> None:
+    nvml = SimulatedNvml(9)
+    with choice(device_ids, nvml) as devices:
+        assert devices == Devices(names, "") and nvml.num_reads == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "device_ids", "names", "visible"),
     [
-        (None, [0, 2], ["cuda:0", "cuda:2"]),
-        (None, [2, 0], ["cuda:2", "cuda:0"]),
-        ("2,0", [0, 2], ["cuda:1", "cuda:0"]),
-        ("0, 3 ,2", [2, 3], ["cuda:2", "cuda:1"]),
-        ("GPU-d,GPU-b1234567-89ab", [1, 3], ["cuda:1", "cuda:0"]),
-        ("3,-1,1", [3], ["cuda:0"]),
-        (None, [1, 1], ["cuda:1", "cuda:1"]),
+        (None, [0, 2], ["cuda:0", "cuda:1"], [0, 2]),
+        (None, [2, 0], ["cuda:0", "cuda:1"], [2, 0]),
+        ("2,0", [0, 2], ["cuda:0", "cuda:1"], [0, 2]),
+        ("0, 3 ,2", [3], ["cuda:0"], [3]),
     ],
 )
-def test_physical_ids_become_places_in_the_mask(
-    mask: str | None, device_ids: list[int], devices: list[str]
+def test_named_gpus_alone_are_visible_in_the_order_of_the_ranks(
+    mask: str | None, device_ids: list[int], names: list[str], visible: list[int]
 ) -> None:
-    assert names(device_ids, SimulatedNvml(9, 9, 9, 9), mask) == devices
+    nvml = SimulatedNvml(9, 9, 9, 9)
+    uuids = ",".join(map(nvml.nvmlDeviceGetUUID, visible))
+    with choice(device_ids, nvml, mask) as devices:
+        assert devices == Devices(names, uuids)
+        # what a process that sees them alone chooses anew, as a run of a sweep does
+        assert chosen("auto", nvml, uuids, share_gpus=True) == sorted(visible)
+
+
+def test_two_ranks_share_a_gpu_only_with_gloo() -> None:
+    nvml = SimulatedNvml(9, 9)
+    assert chosen([1, 1], nvml, backend="gloo") == [1, 1]
+    assert refusal("1,1", nvml) == (
+        "device_ids=1,1: only gloo runs two ranks on one GPU. "
+        "Name each once or set launch.backend=gloo."
+    )
 
 
 def test_missing_gpu_is_refused_with_those_that_exist() -> None:
@@ -140,150 +123,120 @@ def test_missing_gpu_is_refused_with_those_that_exist() -> None:
         "device_ids=[0, 7]: GPU 7 does not exist; driver and CUDA_VISIBLE_DEVICES show [0, 1]. "
         "Set device_ids=cpu,cpu or auto."
     )
-    four = SimulatedNvml(9, 9, 9, 9)
-    hidden = refusal([3, 1, 2], four, "3,2")
-    assert (
-        "GPU 1 does not exist; driver and CUDA_VISIBLE_DEVICES show [3, 2]. Set device_ids=cpu,cpu or auto"
-        in hidden
-    )
-    assert "CUDA_VISIBLE_DEVICES show none. Set device_ids=cpu,cpu or auto" in refusal(
-        [0], four, ""
-    )
+    four, show = SimulatedNvml(9, 9, 9, 9), "does not exist; driver and CUDA_VISIBLE_DEVICES show"
+    assert f"GPU 1 {show} [3, 2]. Set" in refusal([3, 1, 2], four, "3,2")
+    assert f"GPU 0 {show} none. Set" in refusal([0], four, "")
 
 
 def test_auto_takes_every_visible_gpu_with_enough_free_memory() -> None:
     nvml = SimulatedNvml(1.9, 30, 2.0, 0)
-    assert names("auto", nvml) == ["cuda:1", "cuda:2"]
-    assert names("auto", nvml, "0,2,3") == ["cuda:1"]
-    assert names("auto", nvml, min_free_memory_gib=20.0) == ["cuda:1"]
-    assert names("auto", nvml, min_free_memory_gib=0.0) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    # memory that cannot be read is not short
-    assert names("auto", SimulatedNvml(-1, -1)) == [
-        "cuda:0",
-        "cuda:1",
-    ]
+    assert chosen("auto", nvml) == [1, 2]
+    assert chosen("auto", nvml, "0,2,3") == [2]
+    assert chosen("auto", nvml, min_free_memory_gib=20.0) == [1]
+    assert chosen("auto", nvml, min_free_memory_gib=0.0) == [0, 1, 2, 3]
+    assert chosen("auto", SimulatedNvml(-1, -1)) == [0, 1], "memory that cannot be read"
 
 
 def test_auto_n_takes_those_with_the_most_free_memory() -> None:
     nvml = SimulatedNvml(10, 30, 5, 20)
-    assert names("auto:2", nvml) == ["cuda:1", "cuda:3"]
-    assert names("auto:3", nvml) == ["cuda:0", "cuda:1", "cuda:3"]
-    assert names("auto:2", nvml, "3,2,0") == ["cuda:0", "cuda:2"]
-    assert names("auto", nvml, num_ranks=2) == ["cuda:1", "cuda:3"], (
-        "as many as a launcher has started ranks"
-    )
+    assert chosen("auto:2", nvml) == [1, 3]
+    assert chosen("auto:3", nvml) == [0, 1, 3]
+    assert chosen("auto:2", nvml, "3,2,0") == [0, 3]
+    assert chosen("auto", nvml, num_ranks=2) == [1, 3], "as many as a launcher has started ranks"
 
 
-def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken() -> None:
+def test_auto_goes_to_the_cpu_only_if_no_gpu_can_be_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     full = SimulatedNvml(1, 1)
-    devices = take("auto", full)
-    assert devices.names == ["cpu"] and not devices.locks
-    assert devices.notes[0] == "no GPU can be taken: computing on the CPU"
-    assert states(devices.notes) == ["below launch.min_free_memory_gib=2"] * 2
-    assert names("auto", SimulatedNvml()) == ["cpu"]
-    assert names("auto", SimulatedNvml(9), "") == ["cpu"]
-    assert names("auto", full, num_ranks=2) == ["cpu", "cpu"]
-    assert "found 1 of 2" in refusal("auto", SimulatedNvml(1, 9), num_ranks=2)
-    assert "found 0 of 2" in refusal("auto:1", full)
-    if not torch.cuda.is_available():  # torch is asked where NVML does not answer
-        mismatch = SimulatedNvml(9, init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-        assert "version mismatch" in take("auto", mismatch).notes[1]
-        assert "version mismatch" in refusal("auto:1", mismatch)
+    assert chosen("auto", full) == ["cpu"]
+    assert capsys.readouterr().out.startswith(
+        "found 0 of 2 GPUs that others leave free: computing on the CPU. Wait, share (launch.share"
+    )
+    assert chosen("auto", SimulatedNvml()) == chosen("auto", SimulatedNvml(9), "") == ["cpu"]
+    assert capsys.readouterr().out == "", "no GPU is missed where none is"
+    assert chosen("auto", full, num_ranks=2) == ["cpu", "cpu"]
+    assert "2 are needed, and found 1 of 2 GPUs" in refusal(
+        "auto", SimulatedNvml(1, 9), num_ranks=2
+    )
+    assert "1 are needed, and found 0 of 2 GPUs" in refusal("auto:1", full)
+
+
+def test_gpus_without_nvml_are_those_that_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimulatedNvml(9, init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert chosen("auto", nvml) == ["cpu"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with choice("auto", nvml) as devices, choice([1], nvml) as named:
+        assert devices == Devices(["cuda:0", "cuda:1"], "0,1") and named == Devices(["cuda:0"], "1")
+
+
+def test_mask_stays_where_torch_alone_counts_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = SimulatedNvml(9, init_error=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # of those that the mask shows
+    with choice("auto", nvml, "2,3") as devices:
+        assert devices == Devices(["cuda:0", "cuda:1"], "2,3")
 
 
 @needs_linux
 def test_auto_leaves_other_users_gpus_alone_but_not_ones_own() -> None:
-    nvml, theirs = SimulatedNvml(30, 10, 20, 5), "another user computes there"
-    with someone_elses_process() as (pid, other):
+    nvml = SimulatedNvml(30, 10, 20, 5)
+    with someone_elses_process() as (pid, _):
         # the last cannot be seen
-        nvml.processes = {
-            0: [os.getpid(), pid],
-            1: [os.getpid()],
-            2: [2**22 + 1],
-        }
-        devices = take("auto", nvml)
-        assert devices.names == ["cuda:1", "cuda:3"]
-        assert states(devices.notes) == [theirs, "-> cuda:1", theirs, "-> cuda:3"]
-        for note, users in zip(
-            devices.notes,
-            [", ".join(sorted([OWN, other])), OWN, "a process that cannot be seen"],
-            strict=False,
-        ):
-            assert f"  used by {users}  " in note
-        assert names("auto:2", nvml, share_gpus=True) == ["cuda:0", "cuda:2"]
-        assert names([0, 2], nvml) == ["cuda:0", "cuda:2"]  # who names them means them
+        nvml.processes = {0: [os.getpid(), pid], 1: [os.getpid()], 2: [2**22 + 1]}
+        assert chosen("auto", nvml) == [1, 3]
+        assert chosen("auto:2", nvml, share_gpus=True) == [0, 2]
+        assert chosen([0, 2], nvml) == [0, 2]  # who names them means them
+        assert "found 2 of 4" in refusal("auto:3", nvml)
 
 
 def test_lost_gpu_costs_no_other() -> None:
-    nvml = SimulatedNvml(9, 9, 9, broken=1)
-    assert "GPU 1 does not exist" in refusal([1], nvml)
-    devices = take("auto", nvml)
-    assert devices.names == ["cuda:0", "cuda:1"] and devices.notes[0] == "GPU 1: GPU is lost"
-    assert states(devices.notes[1:]) == ["-> cuda:0", "-> cuda:1"]
+    nvml = SimulatedNvml(9, 1, 9, 9, broken=3)
+    assert "GPU 3 does not exist" in refusal([3], nvml)
+    assert chosen("auto", nvml) == [0, 2]
 
 
-def test_log_maps_physical_ids_to_cuda_and_says_why_others_are_left_out() -> None:
-    nvml = SimulatedNvml(30, 1, 20, 10)
-    hidden = "hidden by CUDA_VISIBLE_DEVICES"
-    short = "below launch.min_free_memory_gib=2"
-    assert states(take("auto", nvml, "3,1,2").notes) == [hidden, short, "-> cuda:2", "-> cuda:0"]
-    assert states(take("auto:1", nvml, "3,1,2").notes) == [hidden, short, "-> cuda:2", "free"]
-    assert states(take([3], nvml, "3,1,2").notes) == [hidden, short, "free", "-> cuda:0"]
+def test_log_maps_physical_ids_to_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen([3, 1], SimulatedNvml(9, 9, 9, 9), "1,2,3")
+    chosen([2, 2], SimulatedNvml(9, 9, 9), backend="gloo")
+    assert capsys.readouterr().out == "GPU 3 -> cuda:0\nGPU 1 -> cuda:1\nGPU 2 -> cuda:0\n"
 
 
 @needs_linux
-def test_too_few_gpus_are_refused_with_a_table_of_all_and_remedies() -> None:
+def test_too_few_gpus_are_refused_with_remedies() -> None:
     nvml = SimulatedNvml(1, 30, 5, 20, 10)
     with another_run([4], nvml), someone_elses_process() as (foreign_pid, _):
         nvml.processes = {3: [foreign_pid]}
-        first, *table = refusal("auto:2", nvml, "0,1,3,4").splitlines()
-        assert first == (
-            "device_ids=auto:2: must find 2 GPUs that can be taken, and found 1 of 4. "
-            "Ask for fewer, wait (launch.wait_minutes=30), share (launch.share_gpus=true), or set device_ids=cpu,cpu."
+        assert refusal("auto:2", nvml, "0,1,3,4") == (
+            "device_ids=auto:2: 2 are needed, and found 1 of 4 GPUs that others leave free. Wait, share "
+            "(launch.share_gpus=true), lower launch.min_free_memory_gib, or set device_ids=cpu,cpu."
         )
-        assert states(table) == [
-            "below launch.min_free_memory_gib=2",
-            "free",
-            "hidden by CUDA_VISIBLE_DEVICES",
-            "another user computes there",
-            "another run uses it",
-        ]
-        assert names("auto:2", nvml, share_gpus=True) == ["cuda:1", "cuda:3"]
-    assert names("auto:2", nvml) == ["cuda:1", "cuda:4"]
-    assert "found 0 of 0. Ask for fewer, wait" in refusal("auto:2", SimulatedNvml())
+        assert chosen("auto:2", nvml, share_gpus=True) == [1, 3]
+    assert chosen("auto:2", nvml) == [1, 4]
+    assert "found 0 of 0 GPUs" in refusal("auto:2", SimulatedNvml())
 
 
 @needs_linux
 @pytest.mark.filterwarnings("error")  # a lock that is left to the garbage collector
 def test_gpus_of_other_runs_are_left_alone_until_they_end() -> None:
     nvml = SimulatedNvml(9, 9, 9)
-    with another_run([1, 1], nvml, share_gpus=True):  # whoever shares takes what locks there are
-        assert [is_locked(nvml, index) for index in range(3)] == [False, True, False]
-        assert names("auto", nvml) == ["cuda:0", "cuda:2"]
+    with another_run("auto:1", nvml, share_gpus=True):  # whoever shares takes what locks there are
+        assert locked(nvml) == [0] and chosen("auto", nvml) == [1, 2]
         assert "found 2 of 3" in refusal("auto:3", nvml)
-        # a refusal keeps nothing
-        assert [is_locked(nvml, index) for index in range(3)] == [
-            False,
-            True,
-            False,
-        ]
-        assert names("auto:3", nvml, share_gpus=True) == ["cuda:0", "cuda:1", "cuda:2"]
-    assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
+        assert locked(nvml) == [0], "a refusal keeps nothing"
+        with choice("auto:3", nvml, share_gpus=True) as devices:
+            assert places(devices, nvml) == locked(nvml) == [0, 1, 2]
+    with choice("auto:2", nvml) as devices:
+        assert places(devices, nvml) == locked(nvml) == [0, 1], "those that are not taken stay free"
 
 
 @needs_linux
-def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
+def test_named_gpu_of_another_run_is_used_too() -> None:
     nvml = SimulatedNvml(9, 9, 9)
-    with another_run("auto:1", nvml):
-        devices = take([0, 1, 1], nvml)
-        assert devices.names == ["cuda:0", "cuda:1", "cuda:1"]
-        assert states(devices.notes) == ["-> cuda:0, another run uses it too", "-> cuda:1", "free"]
-        assert [is_locked(nvml, index) for index in range(3)] == [True, True, False]
-    # The first run has ended, and the second one still computes on both.
-    assert names("auto", nvml) == ["cuda:2"] and "found 1 of 3" in refusal("auto:2", nvml)
-    for lock in devices.locks:
-        lock.close()
-    assert names("auto", nvml) == ["cuda:0", "cuda:1", "cuda:2"]
+    with another_run("auto:1", nvml), choice([0, 1], nvml) as devices:
+        assert places(devices, nvml) == locked(nvml) == [0, 1]
+        assert chosen("auto", nvml) == [2] and "found 1 of 3" in refusal("auto:2", nvml)
+    assert chosen("auto", nvml) == [0, 1, 2]
 
 
 @needs_linux
@@ -293,21 +246,20 @@ def test_named_gpu_of_another_run_is_used_too_with_a_warning() -> None:
 def test_runs_started_at_once_by_two_users_share_no_gpu(
     device_ids: str, num_runs: int, num_lucky: int
 ) -> None:
-    nvml = SimulatedNvml(9, 9, 9, 9)
+    nvml, take_lock = SimulatedNvml(9, 9, 9, 9), launch.lock
 
-    def take_lock_slowly(name: str) -> socket.socket | None:
-        time.sleep(0.002)
+    def take_lock_slowly(name: str) -> Any:
+        time.sleep(secrets.randbelow(10) / 500)  # now one run is ahead, now another
         return take_lock(name)
 
     def work(pipe: Connection) -> None:
-        module.take_lock = take_lock_slowly  # so that the runs do meet
+        launch.lock = take_lock_slowly  # so that the runs do meet
         pipe.recv()
-        try:
-            devices = take(device_ids, nvml)
-        except ConfigError:
-            devices = Devices([], [])
-        pipe.send([name for name in devices.names if name != "cpu"])
-        pipe.recv()  # keeps the locks
+        with suppress(ConfigError), choice(device_ids, nvml) as devices:
+            pipe.send([place for place in places(devices, nvml) if place != "cpu"])
+            pipe.recv()  # keeps the locks
+        pipe.send([])
+        pipe.recv()
 
     uids = [NOBODY if IS_ROOT and run % 2 else OWN_USER for run in range(num_runs)]
     for _ in range(3):
@@ -315,157 +267,95 @@ def test_runs_started_at_once_by_two_users_share_no_gpu(
             pipes = [stack.enter_context(child(work, uid))[1] for uid in uids]
             for pipe in pipes:
                 pipe.send("go")
-            taken = [names for pipe in pipes if (names := receive(pipe))]
-        together = [name for names in taken for name in names]
+            taken = [found for pipe in pipes if (found := receive(pipe))]
+        together = [*itertools.chain(*taken)]
         assert len(taken) == num_lucky and len(set(together)) == len(together), taken
 
 
 @needs_linux
-def test_process_that_is_halted_while_it_chooses_does_not_hold_up_others(
+def test_run_that_is_halted_while_it_chooses_does_not_hold_up_others_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def work(pipe: Connection) -> None:
-        # tests of other processes take it for milliseconds
-        while (chooser := take_lock("chooser")) is None:
-            time.sleep(0.001)
-        pipe.send("chooses")
-        with chooser:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    take_lock, clock, pauses = launch.lock, itertools.count(), list[float]()
+    monkeypatch.setattr(launch, "lock", lambda name: None if name == "chooser" else take_lock(name))
+    monkeypatch.setattr(
+        launch, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=pauses.append)
+    )
+    assert chosen("auto", SimulatedNvml(9, 1)) == [0]
+    assert len(pauses) >= 5, "it does wait for a run that is only slow"
 
-    monkeypatch.setattr(module, "CHOOSER_SECONDS", 0.3)
-    nvml = SimulatedNvml(9)
-    with child(work) as (pid, pipe):
-        receive(pipe)
-        assert refusal("auto", nvml).startswith(
-            "device_ids: another run has been choosing for 0.3 s: is it suspended"
-        )
-        monkeypatch.setattr(module, "CHOOSER_SECONDS", 20.0)
-        os.kill(pid, signal.SIGCONT)
-        assert names("auto", nvml) == ["cuda:0"]
+
+# launch.wait_minutes
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch, *events: Any) -> list[float]:
+    """Make time pass at once: each pause is put into the list, moves the clock, and calls the next of `events`."""
+    pauses, coming = list[float](), iter(events)
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        next(coming, lambda: None)()
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=sleep))
+    return pauses
 
 
 @needs_linux
 def test_wait_goes_on_when_enough_gpus_are_free(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.02)
     nvml = SimulatedNvml(9, 1, 9)
+
+    def free_memory() -> None:
+        assert locked(nvml) == [], "while a run waits, others may take what it found"
+        nvml.free_gib[1] = 9
+
     with ExitStack() as run:
         run.enter_context(another_run([2], nvml))
-
-        def let_go() -> None:
-            time.sleep(0.2)
-            run.close()
-            time.sleep(0.2)
-            nvml.free_gib[1] = 9
-
-        helper = threading.Thread(target=let_go)
-        helper.start()
-        begin = time.monotonic()
-        devices = take("auto:3", nvml, wait_minutes=1)
-        helper.join()
-    assert 0.4 <= time.monotonic() - begin < 10
-    assert devices.names == ["cuda:0", "cuda:1", "cuda:2"] and len(devices.locks) == 3
-    first, *table = capsys.readouterr().err.splitlines()
-    assert first == "device_ids=auto:3: must find 3 GPUs that can be taken: waiting"
-    assert states(table)[:2] == ["free", "below launch.min_free_memory_gib=2"]
-    assert len(table) == 3 and "another run uses it" in table[2]
+        pauses = pass_time(monkeypatch, run.close, free_memory)
+        with choice("auto:3", nvml, wait_minutes=30) as devices:
+            assert places(devices, nvml) == locked(nvml) == [0, 1, 2]
+    assert pauses == [60, 60]
+    told = "device_ids=auto:3: waiting for 3 of 3 GPUs\n"
+    assert capsys.readouterr().out.startswith(2 * told + "GPU 0 -> cuda:0\n")
 
 
-def test_wait_in_vain_is_an_error_even_if_the_cpu_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
-    for num_ranks in (0, 2):
-        nvml, begin = SimulatedNvml(1, 1), time.monotonic()
-        text = refusal("auto", nvml, wait_minutes=0.003, num_ranks=num_ranks)
-        assert "found 0 of 2." in text
-        assert time.monotonic() - begin >= 0.18 and 2 <= nvml.num_reads <= 5
-
-
-def test_no_wait_for_what_cannot_come(capsys: pytest.CaptureFixture[str]) -> None:
-    refusal("auto:3", SimulatedNvml(9, 9), wait_minutes=30)
-    assert names("auto", SimulatedNvml(), wait_minutes=30) == ["cpu"]
-    assert names("auto", SimulatedNvml(9, 1), wait_minutes=30) == ["cuda:0"]
-    assert capsys.readouterr().err == ""
-
-
-# GPUs that this torch cannot use
-
-
-def test_driver_that_is_too_old_for_torch_is_told_with_the_command(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("minutes", "num_pauses"), [(0.003, 1), (3, 3)])
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_wait_in_vain_is_an_error_even_if_the_cpu_would_do(
+    monkeypatch: pytest.MonkeyPatch, minutes: float, num_pauses: int, num_ranks: int
 ) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    nvml = SimulatedNvml(9, 9)
-    assert names("auto", nvml) == ["cuda:0", "cuda:1"]
-    nvml.driver_version = 12_020
-    for device_ids in ("auto", "auto:2", [0]):
-        message = refusal(device_ids, nvml)
-        assert (
-            "is built for CUDA 13.0, and this driver ends at CUDA 12" in message
-            and message.count("\n") == 0
-        )
-        same = torch.__version__.partition("+")[0]
-        assert message.endswith(f"torch=={same} --index-url https://download.pytorch.org/whl/cu126")
+    pauses, nvml = pass_time(monkeypatch), SimulatedNvml(1, 1)
+    text = refusal("auto", nvml, wait_minutes=minutes, num_ranks=num_ranks)
+    assert "found 0 of 2 GPUs" in text and nvml.num_reads == 1 + num_pauses
+    assert len(pauses) == num_pauses and sum(pauses) == pytest.approx(60 * minutes)
 
 
-def test_driver_that_does_not_tell_its_version_is_no_reason_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nvml = SimulatedNvml(9)
-
-    def refuse() -> int:  # in a container that has the driver's tools, but not its CUDA library
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(nvml, "nvmlSystemGetCudaDriverVersion_v2", refuse)
-    assert find_gpus({}, nvml).problem.startswith("NVML: ")
+def test_no_wait_for_what_cannot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = pass_time(monkeypatch)
+    assert "found 2 of 2" in refusal("auto:3", SimulatedNvml(9, 9), wait_minutes=30)
+    assert chosen("auto", SimulatedNvml(9, 1), wait_minutes=30) == [0]
+    assert pauses == []
 
 
-def test_old_card_beside_others_is_left_out_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_90 compute_90", raising=False
-    )
-    nvml, problem = (
-        SimulatedNvml(9, 9, 9),
-        "has compute capability 6.1, for which this torch has no kernels",
-    )
-    nvml.capabilities = {1: (6, 1), 2: (7, 5)}
-    devices = take("auto", nvml)
-    assert devices.names == ["cuda:0", "cuda:2"] and states(devices.notes)[1] == problem
-    assert f"GPU 1 {problem}" in refusal([0, 1], nvml)
+def test_machine_without_gpus_computes_on_the_cpu_whatever_it_would_wait() -> None:
+    assert chosen("auto", SimulatedNvml(), wait_minutes=30) == ["cpu"]
 
 
-def test_one_slice_of_a_gpu_is_one_device() -> None:
-    mask = "MIG-1a2b,MIG-3c4d"  # CUDA shows the first alone
-    assert (
-        names("auto", SimulatedNvml(9, 9), mask)
-        == names([0], SimulatedNvml(9, 9), mask)
-        == ["cuda:0"]
-    )
+# Under SLURM
 
 
-def test_local_ranks_that_see_a_gpu_each_take_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_ranks_that_see_a_gpu_each_take_their_own() -> None:
     """The test imitates `srun --gpus-per-task=1`, where local rank 0 does not see the GPUs of the other local ranks."""
-    store, nvml, config = dist.HashStore(), SimulatedNvml(9, 9), load_config(ROOT / "config.yaml")
-    monkeypatch.setattr(module, "find_gpus", lambda environment, _: find_gpus(environment, nvml))
-    monkeypatch.setattr(launcher, "find_gpus", lambda environment: find_gpus(environment, nvml))
-    monkeypatch.setattr(launcher.processes, "die_with_parent", lambda: None)
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
-    nodes: dict[int, launcher.Node] = {}
-
-    def join(rank: int) -> None:
-        launched = Launched("srun", rank, 2, rank, 2, 0, "127.0.0.1", 29500)
-        nodes[rank] = launcher._join(config, launched, {"CUDA_VISIBLE_DEVICES": str(rank)})
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [nodes[rank].devices.names[rank] for rank in range(2)] == ["cuda:0", "cuda:0"]
-    locks = [lock.getsockname() for rank in range(2) for lock in nodes[rank].devices.locks]
-    assert len(set(locks)) == 2, "of two GPUs"
-    for rank in range(2):
-        for lock in nodes[rank].devices.locks:
-            lock.close()
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    line, found = CommandLine(ROOT / "config.yaml", words=["device_ids=auto"]), []
+    for rank, mask in (("0", "0"), ("1", "1"), ("0", None)):
+        with driver(SimulatedNvml(9, 9), mask) as patch:
+            own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            patch.setattr(os, "environ", {**os.environ, **task, **own})
+            assert adopt(line) and os.environ["LOCAL_RANK"] == rank
+            found.append(json.loads(os.environ.get(launch.DEVICES, "null")))
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == mask
+    assert found == [["cuda:0", "cuda:0"]] * 2 + [None], (
+        "with a mask each has one, at the same place"
+    )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-from shared_server import SimulatedNvml
+from shared_server import SimulatedNvml, driver
 
 from template_package.commands import CommandLine
 from template_package.commands.doctor import CHECKS, Finding, Machine, main
-from template_package.config import load_config
 from template_package.errors import ConfigError
 
 from conftest import ROOT, Project
@@ -103,7 +101,7 @@ def test_faults_of_environment_and_limits_are_named(project: Project) -> None:
         "failed, see the traceback. A firewall?" in line_of("gloo", output)
         and "GLOO_SOCKET_IFNAME" in output
     )
-    assert ", cpu) failed:\nTraceback" in errors and "Unable to find address for: nosuch0" in errors
+    assert " failed:\nTraceback" in errors and "Unable to find address for: nosuch0" in errors
     assert line_of("devices", output).startswith(
         "broken   devices: device_ids=[0]: GPU 0 does not exist; "
     )
@@ -175,77 +173,73 @@ def test_torch_that_cannot_be_imported_is_one_line_and_a_dead_check_is_told(
     assert code == 1 and "has died" in line_of("torch", output)
 
 
-def find(check: str, nvml: Any) -> list[Finding]:
+def find(
+    check: str, nvml: SimulatedNvml, *words: str, mask: str | None = None
+) -> list[tuple[str, str, str, str]]:
     """Return the findings of the check named `check`, with `nvml` in place of the driver."""
-    config = load_config(ROOT / "config.yaml")
+    line = CommandLine(ROOT / "config.yaml", words=words)
     _, find_all, _ = CHECKS[NAMES.index(check)]
-    return list(find_all(Machine(CommandLine(ROOT / "config.yaml"), nvml, config)))
+    with driver(nvml, mask):
+        return [*find_all(Machine(line, line.load_config()))]
 
 
 def test_torch_without_cuda_is_named_and_the_memory_of_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     nvml = SimulatedNvml(39.0, 1.0)
-    driver, first, second = find("driver", nvml)
-    assert driver.status == "broken" and "torch sees 0" in driver.detail
-    assert "python -m pip install --force-reinstall torch" in driver.remedy
-    assert (
-        first.check == "GPU 0" and first.status == "ok" and "39.0 of 40.0 GiB free" in first.detail
-    )
-    assert second.check == "GPU 1" and " 1.0 of 40.0 GiB free" in second.detail
+    nvml.processes = {1: [os.getpid()]}
+    (_, status, detail, remedy), first, second = find("driver", nvml)
+    assert status == "broken" and detail == "2 of 2 GPUs can be used (torch sees 0)"
+    assert "python -m pip install --force-reinstall torch" in remedy
+    assert first == ("GPU 0", "ok", "39.0 GiB free  used by nobody", "")
+    assert second[:2] == ("GPU 1", "ok") and second[2].startswith("1.0 GiB free  used by ")
 
 
-def test_lost_hidden_and_old_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    driver, *gpus = find("driver", SimulatedNvml(39.0, 39.0))
-    assert driver.status == "ok" and driver.detail == "2 of 2 GPUs can be used" and len(gpus) == 2
-    monkeypatch.setattr("torch._C._cuda_getArchFlags", lambda: "sm_75 sm_80", raising=False)
-    nvml = SimulatedNvml(39.0, 39.0)
-    nvml.capabilities = {1: (6, 1)}
-    _, first, second = find("driver", nvml)
-    assert (first.status, second.status) == (
-        "ok",
-        "warning",
-    ) and "compute capability 6.1" in second.detail
-    driver, *gpus = find("driver", SimulatedNvml(39.0, 39.0, broken=1))
-    assert driver.status == "broken" and "GPU 1: GPU is lost" in driver.detail and len(gpus) == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    driver, *_ = find("driver", SimulatedNvml(39.0, 39.0))
-    assert driver.status == "warning" and "Unset CUDA_VISIBLE_DEVICES" in driver.remedy
+def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    for mask, num_seen, status, remedy in (
+        (None, 2, "ok", ""),
+        ("1", 1, "ok", ""),
+        ("", 0, "warning", "Unset CUDA_VISIBLE_DEVICES to use them."),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda seen=num_seen: seen)
+        summary, *gpus = find("driver", SimulatedNvml(39.0, 39.0), mask=mask)
+        assert summary == ("driver", status, f"{num_seen} of 2 GPUs can be used", remedy)
+        assert len(gpus) == 2, "hidden ones too"
 
 
-def test_devices_of_a_run_are_those_that_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (devices,) = find("devices", SimulatedNvml(1.0, 39.0))
-    assert devices.status == "ok" and devices.detail == "GPU 1 is cuda:1"
-    (devices,) = find("devices", SimulatedNvml(1.0, 1.0))
-    assert (
-        devices.status == "warning"
-        and "no GPU can be taken: computing on the CPU" in devices.detail
-    )
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    (devices,) = find("devices", None)
-    assert devices.status == "ok" and devices.detail == "mps"
+def test_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    (_, status, *_), *_ = find("driver", SimulatedNvml(39.0, 39.0, broken=1))
+    assert status == "broken"
 
 
-def test_gpu_that_fails_is_named_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    config = load_config(ROOT / "config.yaml", ["launch.backend=gloo"])
-    _, find_all, _ = CHECKS[NAMES.index("GPU link")]
-    for gpus in (["cuda:98"], ["cuda:98", "cuda:99"]):  # one runs in this process
-        (found,) = find_all(Machine(CommandLine(ROOT / "config.yaml"), config=config, gpus=gpus))
-        assert found.status == "broken" and f"over {', '.join(gpus)} failed" in found.detail
-        assert re.search(
-            rf"rank \d \(.*, ({'|'.join(gpus)})\) failed:\nTraceback", capfd.readouterr().err
-        )
+def test_devices_of_a_run_are_those_that_it_would_take() -> None:
+    assert find("devices", SimulatedNvml(1, 39, 39)) == [("devices", "ok", "cuda:0, cuda:1", "")]
+    full = SimulatedNvml(1.0, 1.0)
+    assert find("devices", full, "launch.wait_minutes=30") == [("devices", "warning", "cpu", "")]
+    for nvml, word in ((full, "cpu"), (full, "mps"), (SimulatedNvml(), "auto")):
+        (found,) = find("devices", nvml, f"device_ids={word}")
+        assert found[1:3] == ("ok", word.replace("auto", "cpu"))
+
+
+@pytest.mark.parametrize("gpus", [["cuda:98"], ["cuda:98", "cuda:99"]])
+def test_gpu_that_fails_is_named(project: Project, gpus: list[str]) -> None:
+    code = f"def choose_devices(line, num_ranks=0):\n    return Devices({gpus}, '98,99')"
+    project.append("core/launch.py", code)
+    code_returned, output, errors = consult(project)
+    assert code_returned == 1 and line_of("devices", output).endswith(f": {', '.join(gpus)}")
+    link = line_of("GPU link", output)
+    assert f"an all-reduce over {', '.join(gpus)} failed, see the traceback. If NCCL" in link
+    assert "device_ids: torch" in errors or "CUDA" in errors
 
 
 def test_ranks_that_hang_are_told_at_the_deadline_and_ended(project: Project) -> None:
     file = "commands/doctor/__init__.py"
     project.edit(file, "SECONDS = 26.0", "SECONDS = 15.0")
-    project.edit(file, "    ones = torch", "    time.sleep(1000 * rank)\n    ones = torch")
+    project.edit(file, "    ones = torch", "    time.sleep(1000 * rank.rank)\n    ones = torch")
     code, output, _ = consult(project)
     assert code == 1 and line_of("gloo", output).startswith("broken   gloo: no answer within 15 s")
 

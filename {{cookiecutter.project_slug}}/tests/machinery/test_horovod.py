@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from template_package.config import LaunchConfig
+from template_package.core.settings import CommandLine
 from template_package.errors import ConfigError
-from template_package.launching.environment import Launched, find_launcher
+from template_package.launchers import adopt
 
 from conftest import Project
 
@@ -24,6 +25,7 @@ HOROVODRUN = {
     "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
     "HOROVOD_CROSS_RANK": "1", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "5000",
 }  # fmt: skip
+PLACE = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
 
 
 @is_needed
@@ -109,21 +111,21 @@ def test_missing_library_is_one_line(project: Project) -> None:
     assert output.count("\n") == 1 and "Type: scripts/install_horovod.sh" in output
 
 
-def test_horovodrun_tells_a_place() -> None:
-    found = find_launcher(HOROVODRUN, LaunchConfig())
-    assert (
-        found is not None
-        and found[:7] == ("horovodrun", 3, 4, 1, 2, 1, "10.0.0.1")
-        and found.master_port > 1024
-    )
-    other = find_launcher(HOROVODRUN | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "5001"}, LaunchConfig())
-    assert other is not None and other.master_port != found.master_port, "two jobs on one host"
-    meeting = LaunchConfig(master_addr="10.0.0.2", master_port=29500)
-    assert find_launcher(HOROVODRUN, meeting) == Launched(
-        "horovodrun", 3, 4, 1, 2, 1, "10.0.0.2", 29500
-    )
-    assert find_launcher(HOROVODRUN | {"HOROVOD_SIZE": "1"}, LaunchConfig()) is None
-    with pytest.raises(ConfigError, match="no number in HOROVOD_LOCAL_RANK"):
-        find_launcher(
-            {k: v for k, v in HOROVODRUN.items() if k != "HOROVOD_LOCAL_RANK"}, LaunchConfig()
-        )
+def test_horovodrun_tells_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def place(*words: str, **variables: str) -> list[str] | None:
+        """Return what torchrun would set, or None if no launcher has started this process."""
+        environment = {"GLOO_SOCKET_IFNAME": "eth0", **HOROVODRUN, **variables}
+        monkeypatch.setattr(os, "environ", environment)
+        line = CommandLine(Path(os.devnull), words=words)
+        return [environment[name] for name in PLACE] if adopt(line) else None
+
+    own, other = place(), place(HOROVOD_GLOO_RENDEZVOUS_PORT="5001")
+    assert own is not None and own[:-1] == ["3", "4", "1", "2", "1", "10.0.0.1"]
+    assert other is not None and other[:-1] == own[:-1]
+    assert 1024 < int(own[-1]) != int(other[-1]) > 1024, "two jobs on one host"
+    assert place() == own, "each rank computes the same port"
+    words = ["launch.master_addr=10.0.0.2", "launch.master_port=29500"]
+    assert place(*words) == ["3", "4", "1", "2", "1", "10.0.0.2", "29500"]
+    assert place(HOROVOD_SIZE="1") is None
+    with pytest.raises(ConfigError, match=r"no number in HOROVOD_LOCAL_RANK\. Unset HOROVOD_RANK"):
+        place(HOROVOD_LOCAL_RANK="")

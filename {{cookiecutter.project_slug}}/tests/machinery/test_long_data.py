@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader, epoch_order
+from template_package.core.ranks import Rank
 from template_package.core.task import find_task
 from template_package.data import LONG, OrderedPlan, long_order
-from template_package.launching.distributed import RankContext
 
 
 class Indices(Dataset[int]):
@@ -34,7 +34,7 @@ class Indices(Dataset[int]):
 def first_step(num_samples: int, size: int, epoch: int = 0, position: int = 0) -> list[int]:
     plan = OrderedPlan(Indices(num_samples), find_task(), "training", 5, size)
     sizes: Any = {"global_batch_size": size, "micro_batch_size": size}
-    loader = TrainLoader(plan, LoaderConfig(), RankContext(), **sizes)
+    loader = TrainLoader(plan, LoaderConfig(), Rank(), **sizes)
     loader.start(epoch, position)
     return [
         index for (_, request), _ in loader.next_step(nn.Identity()) for index in request.indices

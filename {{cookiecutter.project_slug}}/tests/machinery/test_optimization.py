@@ -21,12 +21,11 @@ from torch.optim.lr_scheduler import (
 
 from template_package.config import ScheduleConfig
 from template_package.core.config import OptimizerConfig, unread_keys
+from template_package.core.logs import StepClock
 from template_package.core.optimizer import build_optimizer, set_learning_rate
-from template_package.core.ranks import pack, unpack
+from template_package.core.ranks import Rank, pack, unpack
 from template_package.errors import Interrupted
-from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
-from template_package.training.progress import StepClock
 from template_package.training.schedule import learning_rate
 
 PEAK = 0.02
@@ -240,7 +239,7 @@ def test_groups_of_a_users_optimizer_keep_their_ratio_to_the_peak() -> None:
 
 def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
     calls: list[int] = []
-    first, second = (Strategy(config_of(), RankContext()) for _ in range(2))
+    first, second = (Strategy(config_of(), Rank()) for _ in range(2))
     for strategy in (first, second):
         strategy.prepare(nn.Linear(2, 2), lambda module: torch.optim.AdamW(module.parameters()))
         strategy.optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -256,7 +255,7 @@ def test_hooks_of_the_users_count_no_step_when_a_state_is_loaded() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.SGD, torch.optim.Rprop])
 def test_state_of_any_form_and_an_empty_group_are_loaded(kind: Any) -> None:
-    first, second = (Strategy(config_of(), RankContext()) for _ in range(2))
+    first, second = (Strategy(config_of(), Rank()) for _ in range(2))
     for strategy in (first, second):
         torch.manual_seed(0)
         groups = [{"params": []}, {"params": None}]

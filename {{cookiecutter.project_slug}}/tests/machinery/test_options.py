@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from template_package.config import load_config
 from template_package.core.checks import check_finite, checksum
+from template_package.core.ranks import Rank
 from template_package.core.strategies import settle_precision
 from template_package.errors import ConfigError, FailureError
-from template_package.launching.distributed import RankContext
 from template_package.strategies.base import Strategy
 
 from conftest import ROOT, Project
@@ -46,8 +46,8 @@ class Blocks(nn.Module):
 
 def prepared(model: nn.Module, **options: Any) -> Strategy:
     config = config_of(**options)
-    settle_precision(config, RankContext())
-    strategy = Strategy(config, RankContext())
+    settle_precision(config, Rank())
+    strategy = Strategy(config, Rank())
     strategy.prepare(model, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
     return strategy
 
@@ -69,7 +69,7 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
     assert backward(strategy).dtype == dtype
     assert strategy.module.weight.dtype == torch.float32
     config = load_config(ROOT / "config.yaml")
-    settle_precision(config, RankContext())
+    settle_precision(config, Rank())
     assert config.training.precision == "fp32"
 
 
@@ -81,7 +81,7 @@ def test_precision_fits_the_oldest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (torch.device("cuda", index) for index in (0, 1))
     for devices, precision in (((first,), "bf16"), ((second,), "fp16"), ((first, second), "fp16")):
         config = load_config(ROOT / "config.yaml")
-        settle_precision(config, RankContext(devices=devices))
+        settle_precision(config, Rank(devices=devices))
         assert config.training.precision == precision
 
 
@@ -119,7 +119,7 @@ def test_transposed_buffer_is_synchronized(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     model, table = nn.Linear(2, 2), torch.zeros(3, 2).t()
     model.register_buffer("table", table)
-    strategy = Strategy(config_of(), RankContext(rank=1, world_size=2))
+    strategy = Strategy(config_of(), Rank(rank=1, world_size=2))
     strategy.prepare(model)
     strategy.synchronize_buffers()
     sent = torch.full((2, 12), 7, dtype=torch.uint8).view(torch.float32)
@@ -196,7 +196,7 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
     for name, more in (("logged", []), ("saved", ["logging.every_steps=100"])):
         output = project.run(f"name={name}", *words, "data.nan_index=17", *more, code=1)
         found = re.search(r"the loss of step (\d+), or its gradient, is not finite", output)
-        assert found and output.count(") failed:\n") == 1 and "Traceback" not in output, output
+        assert found and output.count("error: ") == 1 and "Traceback" not in output, output
         states = [
             torch.load(path, weights_only=True)
             for path in project.directory(name).glob("checkpoints/*.pt")
@@ -210,14 +210,14 @@ def test_loss_that_is_not_finite_ends_all_ranks_before_it_is_saved(project: Proj
 def test_first_step_that_was_not_finite_is_named() -> None:
     progress = SimpleNamespace(loss_sum=0.0)
     losses = [(torch.tensor(1.0), 1, 16), (torch.tensor(2.5), 2, 3)]
-    check_finite(losses, progress, RankContext())
+    check_finite(losses, progress, Rank())
     assert losses == [] and progress.loss_sum == 1.0 * 16 + 2.5 * 3
     losses = [
         (torch.tensor(value), step, 16)
         for step, value in ((3, float("inf")), (4, float("nan")), (5, 1.0))
     ]
     with pytest.raises(FailureError, match="the loss of step 3,"):
-        check_finite(losses, progress, RankContext())
+        check_finite(losses, progress, Rank())
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ NO_FLOAT64 = """
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .launching.distributed import RankContext
+from .core.ranks import Rank
 
 
 class NoFloat64(TorchDispatchMode):
@@ -332,7 +332,7 @@ def compute_loss(model, batch):
 
 def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> None:
     """The test imitates a Mac's GPU: from the first forward pass on, every operation with a float64 result fails."""
-    project.append("model.py", NO_FLOAT64 + "RankContext.sum_dtype = torch.float32\n")
+    project.append("model.py", NO_FLOAT64 + "Rank.sum_dtype = torch.float32\n")
     own_process = [sys.executable]  # the mode would stay in the session's
     words = (
         "training.max_gradient_norm=1",
@@ -341,5 +341,5 @@ def test_no_sum_takes_float64_where_the_device_has_none(project: Project) -> Non
     )
     project.run(*words, command=own_process)
     assert project.json("run", "summary.json")["best"]["loss"] > 0
-    project.edit("model.py", "RankContext.sum_dtype = torch.float32", "")
+    project.edit("model.py", "Rank.sum_dtype = torch.float32", "")
     assert "does not support float64" in project.run("name=float64", code=1, command=own_process)

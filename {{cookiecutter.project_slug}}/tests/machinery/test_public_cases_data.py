@@ -33,10 +33,10 @@ from template_package.core.random_states import (
     seed_generators,
     set_random_states,
 )
+from template_package.core.ranks import Rank
 from template_package.core.task import find_task, inner
 from template_package.data import OrderedPlan, TimedLoader, numbers_of, weighted_order
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 
 from conftest import Project
 from test_resuming import assert_equal
@@ -117,7 +117,7 @@ class Augmented(Dataset[Any]):
 def train_loader(
     dataset: Any, rank: int = 0, world_size: int = 1, workers: int = 0, size: int = 8
 ) -> TimedLoader:
-    plan, context = OrderedPlan(dataset, TASK, "training", 5, size), RankContext(rank, world_size)
+    plan, context = OrderedPlan(dataset, TASK, "training", 5, size), Rank(rank, world_size)
     config = LoaderConfig(num_workers=workers)
     return TimedLoader(plan, config, context, global_batch_size=size, micro_batch_size=3)
 

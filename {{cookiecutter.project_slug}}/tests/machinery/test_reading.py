@@ -16,9 +16,9 @@ from torch.utils.data import Dataset, Subset
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import move
+from template_package.core.ranks import Rank
 from template_package.core.task import find_task
 from template_package.data import OrderedPlan, create_evaluation_loader
-from template_package.launching.distributed import RankContext
 
 TASK = find_task()
 WORKER = LoaderConfig(num_workers=1)
@@ -98,18 +98,14 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
-        next(
-            create_evaluation_loader(dataset, TASK, LoaderConfig(), RankContext(rank, 2), "x").read(
-                2, 1
-            )
-        )
+        next(create_evaluation_loader(dataset, TASK, LoaderConfig(), Rank(rank, 2), "x").read(2, 1))
         for rank in range(2)
     ]
     assert [request.indices for _, request in first] == [[2, 5], [6, 3]]
 
 
 def test_workers_stay_from_one_evaluation_to_the_next() -> None:
-    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, RankContext(), "validation")
+    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, Rank(), "validation")
     seen = [{int(pid) for batch, _ in loader.read(4) for pid in batch} for _ in range(3)]
     assert seen[0] == seen[1] == seen[2] != {os.getpid()} and len(seen[0]) == 1
     next(loader.read(2))  # broken off, with batches that a worker has read ahead
@@ -119,7 +115,7 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
 @pytest.mark.parametrize("num_parts", [0, 2])
 def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
     """If only a garbage collection ended them, each run with workers would wait for them for seconds at its end."""
-    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, RankContext(), "validation")
+    loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, Rank(), "validation")
     pids = {int(pid) for batch, _ in loader.read(4, num_parts) for pid in batch}
     gc.disable()
     try:

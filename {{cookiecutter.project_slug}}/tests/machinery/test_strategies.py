@@ -17,8 +17,8 @@ from workload import model as workload_model
 
 from template_package.config import load_config
 from template_package.core.optimizer import set_learning_rate
+from template_package.core.ranks import Rank
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 from template_package.strategies import base, create_strategy
 
 from conftest import PACKAGE, ROOT, Project, Session
@@ -249,7 +249,7 @@ def test_groups_of_an_optimizer_of_ones_own_are_taken_up(is_frozen: bool) -> Non
     def create() -> base.Strategy:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[0].requires_grad_(not is_frozen)
-        strategy = base.Strategy(config_of(), RankContext())
+        strategy = base.Strategy(config_of(), Rank())
         strategy.prepare(
             model, lambda _: torch.optim.AdamW([{"params": layer.parameters()} for layer in model])
         )
@@ -291,4 +291,4 @@ def test_missing_library_is_named_with_the_command(
     with pytest.raises(
         ConfigError, match=rf"{library} is not installed.*pip install .*'\.\[{library}\]'"
     ):
-        create_strategy(config, RankContext())
+        create_strategy(config, Rank())

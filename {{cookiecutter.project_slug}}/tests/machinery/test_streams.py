@@ -132,9 +132,7 @@ def record(step: int, batch: object, request: object, weight: object, rank: int,
         print(json.dumps(line), file=file)
 """
 LOOP = "            with strategy.accumulate(is_last_micro_batch=request.is_last):\n"
-CALL = (
-    "            record(progress.step, batch, request, weight, self.context.rank, self.directory)\n"
-)
+CALL = "            record(progress.step, batch, request, weight, self.rank.rank, self.directory)\n"
 NUM_STEPS = 13  # passes of 3 or 4 steps of 8 items
 WORDS = [
     "device_ids=cpu,cpu",

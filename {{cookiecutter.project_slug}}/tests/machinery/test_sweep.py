@@ -19,9 +19,9 @@ from template_package.commands import CommandLine
 from template_package.commands import sweep as commands_sweep
 from template_package.commands.sweep import Sweep, read_sweep
 from template_package.config import load_config
+from template_package.core.launch import Gpu
 from template_package.core.settings import read_command_line
 from template_package.errors import ConfigError
-from template_package.launching.devices import Gpu, Gpus
 
 from conftest import ROOT, Project, children
 
@@ -246,7 +246,7 @@ def test_as_many_runs_at_once_as_the_machine_has_devices_for(
     num_gpus: int, devices: Any, expected: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [Gpu(index) for index in range(num_gpus)]
-    monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: Gpus(gpus, gpus))
+    monkeypatch.setattr(commands_sweep, "find_gpus", lambda _: gpus)
     monkeypatch.setattr(commands_sweep, "num_usable_cores", lambda: 4)
     line, grid = CommandLine(ROOT / "config.yaml"), {"seed": ["1", "2"]}
     runner = commands_sweep.SweepRunner(

@@ -21,9 +21,10 @@ import torch
 from PIL import Image
 
 from template_package.config import load_config
+from template_package.core.logs import Tracking, rank_log
+from template_package.core.ranks import Rank
 from template_package.errors import FailureError
-from template_package.launching.distributed import RankContext
-from template_package.tracking import Tracking, rank_logs
+from template_package.training.media import Log
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,20 +32,19 @@ SCRIPT = """
 import sys, time, warnings
 from pathlib import Path
 from template_package.config import load_config
-from template_package.launching.distributed import RankContext
-from template_package.tracking import Tracking
-from template_package.tracking import rank_logs
+from template_package.core.logs import Tracking, rank_log
+from template_package.core.ranks import Rank
 
 directory, tracker = Path(sys.argv[1]), sys.argv[2]
-with rank_logs(directory, RankContext()):
+with rank_log(directory, Rank()):
     config = load_config(Path(sys.argv[3]), [f"logging.tracker={tracker}"])
-    tracking = Tracking(directory, config, RankContext(), step=0, total_steps=60, is_evaluation_pending=False)
+    tracking = Tracking(directory, config, Rank(), step=0, total_steps=60, is_evaluation_pending=False)
     for step in range(1, 61):
         time.sleep(0.01)  # the bar is drawn several times
         if step % 20 == 0:
             counts = {"step": step, "epoch": step // 20}
             values = {"split": "train", **counts, "loss": 0.25, "samples_per_second": 5000.5}
-            tracking.record(values, is_epoch_end=step == 40)
+            tracking.record(values)
             tracking.record({"split": "validation", **counts, "loss": 0.125, "accuracy": 0.75, "num_samples": 9})
         if step == 30:
             print("printed", "words", flush=True)
@@ -71,11 +71,11 @@ def open_tracking(
     is_pending: bool = False,
 ) -> Tracking:
     config = load_config(ROOT / "config.yaml", [f"logging.tracker={tracker}"])
-    context = RankContext(rank=0 if is_main else 1, world_size=2)
+    rank = Rank(rank=0 if is_main else 1, world_size=2)
     return Tracking(
         directory,
         config,
-        context,
+        rank,
         step=step,
         total_steps=total_steps,
         is_evaluation_pending=is_pending,
@@ -90,7 +90,7 @@ def track(
     tracker: str = "none",
     is_main: bool = True,
 ) -> None:
-    """Record a training line for each step, a validation line for every second step, and media at the end."""
+    """Record a training line for each step, a validation line for every second step, and log's kinds at the end."""
     directory.mkdir(parents=True, exist_ok=True)
     tracking = open_tracking(directory, resumed_step, 12, tracker=tracker, is_main=is_main)
     for step in range(resumed_step + 1, last_step + 1):
@@ -114,9 +114,10 @@ def track(
                 }
             )
         tracking.advance(step)
-    log = tracking.log(last_step)
+    log = Log(tracking, last_step)
     log.image("samples/first", torch.full((3, 4, 5), 0.5))
     log.text("words", "several\nlines")
+    log.scalar("extra", torch.tensor(0.25))
     tracking.close()
 
 
@@ -229,16 +230,16 @@ def test_missing_tracker_is_one_warning_and_files_hold_plain_lines(tmp_path: Pat
     )
     warning, *lines = done.stdout.splitlines()
     assert warning.startswith("warning:") and "pip install tensorboard" in warning
-    assert [re.sub(r"\d\d:\d\d", "T", line) for line in lines] == [
-        "step 20/60: loss 0.25, 5000 samples/s, T left",
-        "step 20: validation loss 0.125, accuracy 0.75",
+    assert lines == [
+        "epoch 1, step 20: train loss 0.25, 5000 samples/s",
+        "epoch 1, step 20: validation loss 0.125, accuracy 0.75",
         "printed words",
-        "epoch 2 (step 40/60): training loss 0.25, 5000 samples/s, T left",
-        "step 40: validation loss 0.125, accuracy 0.75",
+        "epoch 2, step 40: train loss 0.25, 5000 samples/s",
+        "epoch 2, step 40: validation loss 0.125, accuracy 0.75",
         "in two parts",
         "whole",
-        "step 60/60: loss 0.25, 5000 samples/s, T left",
-        "step 60: validation loss 0.125, accuracy 0.75",
+        "epoch 3, step 60: train loss 0.25, 5000 samples/s",
+        "epoch 3, step 60: validation loss 0.125, accuracy 0.75",
         "unfinished, after the run",
     ]
     assert "\r" not in done.stdout + done.stderr
@@ -290,16 +291,15 @@ def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> Non
     assert output.count(b"|") >= 6  # drawn several times
     source = '  warnings.warn("a warning")'  # below the warning, from Python 3.13 on
     lines = [line for line in screen(output.decode()) if line != source]
-    evaluated = r"step {}: validation loss 0\.125, accuracy 0\.75"
+    evaluated = r"epoch {}, step {}: validation loss 0\.125, accuracy 0\.75"
     expected = [
-        evaluated.format(20),
+        evaluated.format(1, 20),
         "printed words",
-        r"epoch 2 \(step 40/60\): training loss 0\.25, 5000 samples/s, \d\d:\d\d left",
-        evaluated.format(40),
+        evaluated.format(2, 40),
         "in two parts",
         ".*UserWarning: a warning",
         "whole",
-        evaluated.format(60),
+        evaluated.format(3, 60),
         r"step 60/60 100%\|█+\| 00:00 left, loss 0\.25",
         "unfinished, after the run",
     ]
@@ -310,12 +310,12 @@ def test_prints_and_warnings_stand_above_the_progress_bar(tmp_path: Path) -> Non
         f"{word}=" in first
         for word in ("host", "pid", "rank", "local_rank", "world_size", "device")
     )
-    for pattern, line in zip([*expected[:8], "unfinished, "], log, strict=True):  # not the bar
+    for pattern, line in zip([*expected[:7], "unfinished, "], log, strict=True):  # not the bar
         assert re.fullmatch(f"(.* )?{pattern}", line), line
 
 
 def fail_as_rank_1(directory: Path, attempt: int) -> None:
-    with rank_logs(directory, RankContext(rank=1, world_size=2, local_rank=1)):
+    with rank_log(directory, Rank(rank=1, world_size=2, local_rank=1)):
         print("printed", attempt)
         logging.getLogger("template_package.trainer").info("logged %d", attempt)
         subprocess.run(["echo", "from another program"], check=True)
@@ -342,8 +342,9 @@ def test_run_goes_on_in_silence_when_nobody_reads_its_console(tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 def test_other_ranks_say_everything_to_their_log(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "__stderr__", sys.__stderr__)  # rank_log() replaces it
     for attempt in range(2):
         with pytest.raises(ZeroDivisionError):
             fail_as_rank_1(tmp_path, attempt)
@@ -390,7 +391,7 @@ def test_pictures_of_each_kind_are_written_with_their_pixels(tmp_path: Path) -> 
     }
     tracking = open_tracking(tmp_path, 0, 200)
     for name, picture in pictures.items():
-        tracking.log(120).image(f"a/{name}", picture)
+        Log(tracking, 120).image(f"a/{name}", picture)
     tracking.close()
     media = {
         name.removeprefix("step_00000120_a_"): pixels
@@ -406,7 +407,7 @@ def test_pictures_of_each_kind_are_written_with_their_pixels(tmp_path: Path) -> 
     assert error.max() <= 1  # 8 bits of precision
 
 
-def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_again(
+def test_what_rank_0_logs_stands_in_tensorboard_and_a_resumed_run_writes_it_again(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("tensorboard")
@@ -420,6 +421,7 @@ def test_media_of_rank_0_stand_in_tensorboard_and_a_resumed_run_writes_them_agai
     track(tmp_path / "main", 4, 7, tracker="tensorboard")
     assert read_media(tmp_path / "main") == expected
     events = EventAccumulator(str(tmp_path / "main" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("extra")] == [(7, 0.25)]
     (image,), tensors = events.Images("samples/first"), events.Tensors("words/text_summary")
     assert (image.step, image.width, image.height) == (7, 5, 4)
     assert {(event.step, *event.tensor_proto.string_val) for event in tensors} == {
@@ -437,7 +439,7 @@ def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> 
     for is_main in (True, False):
         tracking = open_tracking(tmp_path, 0, 9, is_main=is_main)
         figure, _ = pyplot.subplots(figsize=(2, 1), dpi=50)
-        tracking.log(3).figure("curve", figure)
+        Log(tracking, 3).figure("curve", figure)
         assert pyplot.get_fignums() == open_before
         tracking.close()
     assert [*read_media(tmp_path)] == ["step_00000003_curve.png"]
@@ -448,7 +450,7 @@ def test_media_that_cannot_be_written_are_one_warning_each(
     tmp_path: Path, warnings: list[str]
 ) -> None:
     tracking: Any = open_tracking(tmp_path, 0, 9)
-    log = tracking.log(1)
+    log = Log(tracking, 1)
     log.image("channels", torch.zeros(2, 3, 5))
     log.image("integers", torch.zeros(4, 4, dtype=torch.int64))
     log.image("no picture", "text")
@@ -456,7 +458,7 @@ def test_media_that_cannot_be_written_are_one_warning_each(
     log.text("no text", 3)
     log.text("long" * 99, "text")
     log.image(7, torch.zeros(4, 4))
-    open_tracking(tmp_path, 0, 9, is_main=False).log(1).image("other rank", "text")
+    Log(open_tracking(tmp_path, 0, 9, is_main=False), 1).image("other rank", "text")
     names = ["channels", "integers", "no picture", "no figure", "no text", "long" * 99, 7]
     found = [message for message in warnings if message.startswith("warning: ")]
     assert len(found) == len(names)

@@ -14,10 +14,10 @@ from torch.utils.data import Dataset, default_collate
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import TrainLoader
+from template_package.core.ranks import Rank
 from template_package.core.task import find_task
 from template_package.data import OrderedPlan, weighted_order
 from template_package.errors import ConfigError
-from template_package.launching.distributed import RankContext
 from template_package.strategies.data_parallel import DataParallelStrategy
 
 from conftest import Project
@@ -49,7 +49,7 @@ def seen(
         [] for _ in range(-(-(NUM_SAMPLES - position) // GLOBAL_BATCH_SIZE))
     ]
     for rank in range(world_size):
-        context = RankContext(rank=rank, world_size=world_size)
+        context = Rank(rank=rank, world_size=world_size)
         plan = OrderedPlan(dataset, TASK, "training", 3, GLOBAL_BATCH_SIZE)
         sizes: Any = {"global_batch_size": GLOBAL_BATCH_SIZE, "micro_batch_size": 3}
         loader = TrainLoader(plan, LoaderConfig(), context, **sizes)
@@ -204,7 +204,7 @@ def test_data_parallel_shows_what_is_on_the_module() -> None:
         if kind == "cuda"
         else (torch.device("cpu"),) * 2
     )
-    strategy = DataParallelStrategy(config_of(), RankContext(devices=devices))
+    strategy = DataParallelStrategy(config_of(), Rank(devices=devices))
     module = Module(3, 2)
     module.register_buffer("class_weights", torch.ones(2))
     strategy.prepare(module, lambda module: torch.optim.SGD(module.parameters(), lr=0.1))

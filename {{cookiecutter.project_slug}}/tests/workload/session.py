@@ -1,37 +1,71 @@
-"""Runs the tests' commands in turn, in one process. Its fork server stays up, so ranks start within a second.
+"""Runs the tests' commands in turn, each in a process that is forked from this one, which has imported torch.
 
 `python session.py FD` reads commands from stdin, one JSON object per line (`folder`, `script`, its arguments `words`).
-It writes the exit code of each command to file descriptor FD, and the output of commands and ranks to stdout.
+It writes the process's id and then its exit code to file descriptor FD, and what the command prints to stdout.
 """
 
 import importlib
 import json
 import os
+import signal
 import sys
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from template_package.launching.processes import start_fork_server
+SLOW = ["torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torchmetrics"]
+SLOW += ["tqdm", "pydantic", "safetensors.torch", "lightning_utilities.core.apply_func"]
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def run(folder: str, script: str, words: list[str]) -> int:
-    """Do what `python <script>.py <words>` would do in `folder`, but in this process. Return the exit code."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ("template_package", "run", "session"):
-            del sys.modules[name]
+class Forked:
+    """Takes the place of Popen in core/launch.py: a process takes seconds to import torch, and a fork does not."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        self._code: int | None = None
+        self._pid = fork(os.getcwd(), Path(command[1]).stem, command[2:], env)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, _: float) -> None:
+        with suppress(ChildProcessError):  # poll() has waited for it
+            os.waitpid(self._pid, 0)
+
+
+def fork(folder: str, script: str, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Do what `python <script>.py <words>` would do in `folder`, in a new process. Return its id."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    os.environ |= env
     os.chdir(folder)
     sys.path[0], sys.argv = folder, [f"{script}.py", *words]
-    importlib.invalidate_caches()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        code: int = importlib.import_module(script).main(words)
+        vars(importlib.import_module("template_package.core.launch"))["Popen"] = Forked
+        code: int = importlib.import_module(script).main(list(words))
     except KeyboardInterrupt:
         code = 130
     except SystemExit as stop:
         code = int(stop.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
+    os._exit(code)
 
 
 def main(arguments: list[str]) -> int:
@@ -39,23 +73,31 @@ def main(arguments: list[str]) -> int:
 
     arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
     """
-    from template_package.config import load_config
-    from template_package.launching.launcher import find_node, launch
+    from template_package.commands import parse_command_line
+    from template_package.core.launch import choose_devices, start_ranks
 
-    configs = [load_config(Path("config.yaml"), words) for words in json.loads(arguments[0])]
-    node = find_node(configs[0])
-    return launch(partial(train_all, configs), configs[0], node, node.num_ranks)
-
-
-def train_all(configs: list[Any], rank: int, world_size: int, _: Any) -> None:
     from run import run_fn
 
-    for config in configs:
-        run_fn(rank, world_size, config)
+    lines = [parse_command_line(words, Path("config.yaml")) for words in json.loads(arguments[0])]
+    devices = None if "RANK" in os.environ else choose_devices(lines[0])
+    if devices is not None and len(devices.names) > 1:
+        return start_ranks(devices, lines[0])
+    from template_package.core.group import join, leave
+
+    place = join(lines[0], lines[0].load_config().launch, devices)
+    codes = [
+        run_fn(place.rank, place.world_size, line.load_config(), place, line) for line in lines
+    ]
+    leave()
+    return max(codes)
 
 
 if __name__ == "__main__":
-    start_fork_server()
+    for name in SLOW:
+        importlib.import_module(name)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # those to the whole group, too
     with os.fdopen(int(sys.argv[1]), "w") as replies:
         for line in sys.stdin:
-            print(run(**json.loads(line)), file=replies, flush=True)
+            pid = fork(**json.loads(line), env={})
+            print(pid, file=replies, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=replies, flush=True)

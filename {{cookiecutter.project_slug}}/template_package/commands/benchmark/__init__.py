@@ -21,12 +21,12 @@ from statistics import mean, median
 from typing import Any
 
 from ...core.checkpoint import run_lock
+from ...core.launch import choose_devices, find_gpus
+from ...core.processes import die_with_parent
 from ...errors import StopRun
 from ...files import RUNS_FOLDER, run_directory, write_json
-from ...launching.devices import find_gpus, take_devices
-from ...launching.processes import die_with_parent, raise_stop, stop_signals_call
 from ...optional_files import available_files
-from .. import CommandLine
+from .. import CommandLine, stops_raised
 from ..report import read_json, read_metrics
 
 # Only training steps, and a checkpoint at the end. The learning rate is constant: in a warm-up no row learns, and a row
@@ -97,11 +97,12 @@ def plan_rows(device_ids: list[str]) -> list[Row]:
 def main(line: CommandLine) -> int:
     """Print the benchmark table. Return 1 if every row failed, 130 on Ctrl-C, 143 on SIGTERM, and otherwise 0."""
     config = line.load_config()
-    devices = take_devices(config.device_ids, config.launch, os.environ)  # keeps the GPUs locked
-    visible = find_gpus(os.environ).visible
-    device_ids = [
-        str(visible[int(name[5:])].index) if ":" in name else name for name in devices.names
-    ]
+    devices = choose_devices(line)  # keeps the GPUs locked
+    device_ids = devices.names
+    if devices.visible:
+        index_of = {gpu.uuid or str(gpu.index): gpu.index for gpu in find_gpus(os.environ)}
+        visible = devices.visible.split(",")
+        device_ids = [str(index_of[visible[int(name[5:])]]) for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     options = vars(config)["benchmark"]
@@ -111,7 +112,7 @@ def main(line: CommandLine) -> int:
     arguments += [f"logging.every_steps={max(1, options.steps // 10)}"]
     with run_lock(folder):
         try:
-            with stop_signals_call(raise_stop):
+            with stops_raised():
                 _run_rounds(rows, arguments, options.rounds, folder)
         except StopRun as stop:
             exit_code = stop.code

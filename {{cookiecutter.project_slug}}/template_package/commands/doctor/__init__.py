@@ -23,14 +23,19 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...core.launch import Devices, choose_devices, find_gpus, start_ranks
+from ...core.processes import die_with_parent
 from ...errors import ConfigError, one_line
 from ...files import run_directory, template_facts
-from ...launching.processes import STARTED_AT, die_with_parent
 from .. import CommandLine
 
+if TYPE_CHECKING:
+    from ...core.ranks import Rank
+
 GIB = 2**30
+STARTED_AT = time.time()
 SECONDS = 26.0  # from the start of the process to the end of all checks
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -49,9 +54,8 @@ class Machine:
     """Keeps what each check found for later checks. `gpus` names the GPUs a run would use, such as `cuda:0`."""
 
     line: CommandLine
-    nvml: Any = None
     config: Any = None  # None until it is read, and if it has a mistake
-    gpus: list[str] = field(default_factory=list)
+    gpus: Devices = field(default_factory=lambda: Devices([]))
 
 
 def main(line: CommandLine) -> int:
@@ -177,93 +181,70 @@ def check_config(machine: Machine) -> Iterator[Finding]:
     yield Finding("config", "ok", f"name={machine.config.name}, strategy={machine.config.strategy}")
 
 
-def check_gpus(machine: Machine) -> Iterator[Finding]:
+def check_gpus(_: Machine) -> Iterator[Finding]:
     """Check that the GPU driver answers and that torch sees the same GPUs. Report the free memory of each GPU."""
     import torch
 
-    from ...launching.devices import find_gpus
-
-    gpus = find_gpus(os.environ, machine.nvml)
-    num_seen, has_driver = torch.cuda.device_count(), Path("/proc/driver/nvidia/version").exists()
-    problem = gpus.problem or (f"torch sees {num_seen}" if num_seen != len(gpus.visible) else "")
-    # Jetson, AMD; no GPU
-    is_harmless = problem.startswith("NVML: ") if gpus.present else not has_driver
-    status, remedy = "ok" if is_harmless or not problem else "broken", ""
-    if gpus.present and not gpus.visible:
-        status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
-    elif not (torch.version.cuda or torch.version.hip):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = find_gpus({}) if hidden is not None else find_gpus(os.environ)
+    visible, num_seen = find_gpus(os.environ), torch.cuda.device_count()
+    problem = f" (torch sees {num_seen})" if num_seen != len(visible) else ""
+    status, remedy = "broken" if problem else "ok", ""
+    if not present and Path("/proc/driver/nvidia/version").exists():
+        status = "broken"  # the driver does not answer
+    if not (torch.version.cuda or torch.version.hip):
         remedy = "Type: python -m pip install --force-reinstall torch --index-url URL, URL from pytorch.org/get-started"
-    detail = f"{len(gpus.visible)} of {len(gpus.present)} GPUs can be used{f' ({problem})' if problem else ''}"
-    yield Finding("driver", status, detail, remedy)
-    for gpu in gpus.present:
-        name, _, detail = f"{gpu}  {gpu.problem}".rstrip().partition("  ")
-        yield Finding(
-            name,
-            "warning" if gpu.problem else "ok",
-            detail,
-            "Leave it out, or install an older torch.",
-        )
+    if present and not visible:
+        status, remedy = "warning", "Unset CUDA_VISIBLE_DEVICES to use them."
+    yield Finding(
+        "driver", status, f"{len(visible)} of {len(present)} GPUs can be used{problem}", remedy
+    )
+    for gpu in present:
+        users = ", ".join(sorted(gpu.users)) or "nobody"
+        detail = f"{gpu.free_memory / GIB:.1f} GiB free  used by {users}"
+        yield Finding(f"GPU {gpu.index}", "ok", detail)
 
 
 def check_devices(machine: Machine) -> Iterator[Finding]:
     """Report the devices that a run would use if it started now."""
     if machine.config is None:
         return
-    from ...launching.devices import find_gpus, take_devices
-
-    launch = replace(machine.config.launch, wait_minutes=0.0)
-    names, notes, _ = take_devices(machine.config.device_ids, launch, os.environ, nvml=machine.nvml)
-    machine.gpus, gpus = (
-        [name for name in dict.fromkeys(names) if ":" in name],
-        find_gpus(os.environ, machine.nvml),
-    )
-    told = [
-        f"GPU {gpus.visible[int(name[5:])].index} is {name}" if ":" in name else name
-        for name in names
-    ]
-    warnings = (
-        [note for note in notes if note.startswith("no GPU") or note.endswith("too")]
-        if gpus.present
-        else []
-    )
-    yield Finding("devices", "warning" if warnings else "ok", ", ".join([*told, *warnings]))
+    words = [*machine.line.words, "launch.wait_minutes=0"]
+    devices = choose_devices(replace(machine.line, words=words))
+    is_cpu_instead = machine.config.device_ids == "auto" and devices.names[0] == "cpu"
+    machine.gpus = Devices([]) if "cpu" in devices.names else devices
+    status = "warning" if is_cpu_instead and find_gpus(os.environ) else "ok"
+    yield Finding("devices", status, ", ".join(devices.names))
 
 
 def check_gloo(machine: Machine) -> Iterator[Finding]:
     """Run an all-reduce between two CPU ranks over gloo. GPU ranks also need gloo, to exchange Python objects."""
     if machine.config is not None:
-        launch = replace(machine.config.launch, backend="gloo")
-        yield _all_reduce("gloo", ["cpu", "cpu"], replace(machine.config, launch=launch))
+        yield _all_reduce("gloo", Devices(["cpu", "cpu"]), machine.line)
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
     """Run an all-reduce over every GPU that training would use. Even with one GPU, this tests that kernels work."""
-    if machine.gpus:
-        yield _all_reduce("GPU link", machine.gpus, machine.config)
+    if machine.gpus.names:
+        yield _all_reduce("GPU link", machine.gpus, machine.line)
 
 
-def _all_reduce(name: str, devices: list[str], config: Any) -> Finding:
+def _all_reduce(name: str, devices: Devices, line: CommandLine) -> Finding:
     """Start one rank per device, as in training, and try an all-reduce. If a rank fails, print its traceback."""
-    from ...launching.devices import Devices
-    from ...launching.launcher import Node, launch
-
-    code = launch(sum_of_ones, config, Node(Devices(devices, []), len(devices)), len(devices))
-    result = "failed, see the traceback" if code else "works"
-    return Finding(
-        name, "broken" if code else "ok", f"an all-reduce over {', '.join(devices)} {result}"
-    )
+    code = start_ranks(devices, line)
+    names, result = ", ".join(devices.names), "failed, see the traceback" if code else "works"
+    return Finding(name, "broken" if code else "ok", f"an all-reduce over {names} {result}")
 
 
-def sum_of_ones(rank: int, world_size: int, _: Any) -> None:
+def sum_of_ones(rank: Rank) -> None:
     """Sum a 1 from each rank, and raise ArithmeticError if the total is wrong, which an IOMMU can cause."""
     import torch
 
     from ...core.ranks import all_reduce
-    from ...launching.distributed import rank_context
 
-    ones = torch.ones(2**22, device=rank_context(rank, world_size).device)  # 16 MiB
-    if not bool((all_reduce(ones) == world_size).all()):
-        raise ArithmeticError(f"the sum of {world_size} ones is wrong")
+    ones = torch.ones(2**22, device=rank.device)  # 16 MiB
+    if not bool((all_reduce(ones) == rank.world_size).all()):
+        raise ArithmeticError(f"the sum of {rank.world_size} ones is wrong")
 
 
 # Name, function, and the remedy for a finding that has none of its own, or if the check itself fails or hangs.

@@ -23,13 +23,12 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from tqdm import tqdm
 
 from ...core.checkpoint import run_lock
+from ...core.launch import STOPPED, find_gpus
 from ...core.ranks import num_usable_cores
 from ...core.settings import parse_device_ids, read_file
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
-from ...launching.devices import find_gpus
-from ...launching.processes import STOPPED, raise_stop, stop_signals_call
-from .. import CommandLine
+from .. import CommandLine, stops_raised
 from ..benchmark import find_reason, start_run
 from ..report import dotted, mean_over_seeds, read_json, read_metrics, show
 
@@ -186,7 +185,7 @@ class SweepRunner:
         """Check the settings of all runs before any run starts. Raise ConfigError if a setting is wrong."""
         self.sweep, self.folder, self.line = sweep, run_directory(sweep.name), line
         self.search = sweep.search if sweep.search and sweep.search.method == "optuna" else None
-        num_gpus = len(find_gpus(os.environ).visible)
+        num_gpus = len(find_gpus(os.environ))
         self.devices = sweep.devices or ("auto:1" if num_gpus else "cpu")
         self.running: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
         arguments = [
@@ -259,7 +258,7 @@ class SweepRunner:
             for slot in range(self.num_slots)
         ]
         try:
-            with stop_signals_call(raise_stop):
+            with stops_raised():
                 while self.fill_slots():
                     time.sleep(POLL_SECONDS)
                     for slot, (run, process) in [*self.running.items()]:

@@ -12,13 +12,13 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, one_line
@@ -29,6 +29,8 @@ from .settings import CommandLine, parse_device_ids
 GIB = 2**30
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop, and has saved if it had time to."""
+OUT_OF_MEMORY = 75
+"""That of a rank of size=full whose memory ran out, and which has written down a smaller size."""
 ENDED_EARLY = (-signal.SIGTERM, -signal.SIGUSR1)
 """Those of a rank that was asked before it trained."""
 PARENT, FAILURES, LISTENER, DEVICES = "DDP_PARENT", "DDP_FAILURES", "DDP_LISTENER", "DDP_DEVICES"
@@ -73,11 +75,17 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
                 holder.detach()
     else:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
-        chosen = _free(gpus, line, number)
+        needed, seconds = number or 1, 60 * _number(line, "launch.wait_minutes", 0.0)
+        begun, chosen = time.monotonic(), _free(gpus, line, number)
+        while len(chosen) < needed <= len(gpus) and time.monotonic() < begun + seconds:
+            print(f"device_ids={wanted}: waiting for {needed} of {len(gpus)} GPUs", flush=True)
+            time.sleep(min(seconds, 60))
+            gpus = find_gpus(os.environ)
+            chosen = _free(gpus, line, number)
         found = f"found {len(chosen)} of {len(gpus)} GPUs that others leave free"
         remedy = "Wait, share (launch.share_gpus=true), lower launch.min_free_memory_gib, or set device_ids=cpu,cpu"
-        if len(chosen) < number and (chosen or wanted != "auto"):
-            raise ConfigError(f"device_ids={wanted}: {number} are needed, and {found}. {remedy}.")
+        if len(chosen) < needed and (chosen or seconds or wanted != "auto"):
+            raise ConfigError(f"device_ids={wanted}: {needed} are needed, and {found}. {remedy}.")
         if not chosen:
             if gpus:
                 print(f"{found}: computing on the CPU. {remedy}.", flush=True)
@@ -100,14 +108,17 @@ def _named(wanted: Sequence[Any], gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
-    """Lock and return `number` GPUs that nobody uses, those with the most free memory; 0: all."""
-    with suppress(ValueError):  # config.py refuses it
-        least = float(line.get("launch.min_free_memory_gib", "2"))
-        gpus = [gpu for gpu in gpus if gpu.free_memory >= least * GIB]
+    """Lock and return `number` GPUs that nobody uses, those with the most free memory; 0: all.
+
+    If there are fewer, return them without locks.
+    """
+    least = _number(line, "launch.min_free_memory_gib", 2.0)
+    gpus = [gpu for gpu in gpus if gpu.free_memory >= least * GIB]
     is_shared = line.get("launch.share_gpus", "false").lower() == "true"
     if not is_shared:
         gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
     chosen: list[Gpu] = []
+    held: list[socket.socket] = []
     deadline = time.monotonic() + 10
     # Of two runs that choose at the same time, one gets all that it asks for.
     chooser = lock("chooser")
@@ -118,12 +129,24 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
         if len(chosen) < number or not number:
             holder = lock(gpu.uuid)
             if holder is not None:
-                holder.detach()  # never closed: held until this process ends
+                held.append(holder)
             if holder is not None or is_shared:
                 chosen.append(gpu)
+    for holder in held:
+        if len(chosen) < number:
+            holder.close()
+        else:
+            holder.detach()  # never closed: held until this process ends
     if chooser is not None:
         chooser.close()
     return sorted(chosen, key=lambda gpu: gpu.index)
+
+
+def _number(line: CommandLine, key: str, default: float) -> float:
+    try:
+        return float(line.get(key, str(default)))
+    except ValueError:  # config.py refuses it
+        return default
 
 
 def lock(name: str) -> socket.socket | None:
@@ -197,7 +220,7 @@ def start_ranks(devices: Devices, line: CommandLine) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ranks = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, *sys.argv],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             pass_fds=[sender.fileno(), listener.fileno()],
@@ -215,7 +238,7 @@ def start_ranks(devices: Devices, line: CommandLine) -> int:
         for rank in ranks:
             rank.kill()  # a rank inside a collective answers to nothing else
         for rank in ranks:
-            with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk
+            with suppress(TimeoutExpired):  # one that waits for a dead disk
                 rank.wait(30)
     return _judge(codes, asked, failures, line)
 
@@ -235,7 +258,7 @@ def tell_failure(text: str, code: int, rank: Any = None) -> None:
         print(text, file=sys.__stderr__, flush=True)
 
 
-def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None:
+def _watch(ranks: Sequence["Popen[bytes]"], asked: list[int]) -> None:
     """Wait until all ranks have ended, or one has failed. Hand on the first request to stop."""
     is_told = False
     codes: list[int | None] = [None]
@@ -248,7 +271,7 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], asked: list[int]) -> None
             return
         if not asked and {*codes} & {*STOPPED, *ENDED_EARLY}:
             asked.append(signal.SIGTERM)  # a rank alone was told, perhaps by a scheduler
-        if asked and not is_told:
+        if asked and not is_told and None in codes:
             is_told = True
             with suppress(OSError):  # Ctrl-C has ended `2>&1 | tee log` too
                 print(
@@ -265,6 +288,8 @@ def _judge(
     """Print why a rank failed, once. Return the exit code."""
     fine = (0, *STOPPED, *ENDED_EARLY, None)
     failed = {rank: code for rank, code in enumerate(codes) if code not in fine}
+    if OUT_OF_MEMORY in codes:  # the others' ends follow from it
+        return 128 + as_stop(asked[0]) if asked else OUT_OF_MEMORY
     if {*codes} & {*ENDED_EARLY} or (asked and not failed):  # others may have lost a peer by then
         is_late = all(code == 0 for code in codes)
         return 0 if is_late else 128 + as_stop([*asked, signal.SIGTERM][0])

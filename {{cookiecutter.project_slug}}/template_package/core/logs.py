@@ -1,5 +1,6 @@
 """Shows and records a run: a log per rank, metrics.jsonl, a progress bar, trackers, summary.json."""
 
+import faulthandler
 import io
 import json
 import logging
@@ -12,9 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from .ranks import Rank, gather_objects
 
 NOT_SHOWN = ("split", "step", "epoch", "learning_rate", "num_samples", "samples_per_second")
 PACKAGE = __name__.partition(".")[0]
+LIBRARIES = "torch numpy pydantic torchmetrics safetensors accelerate deepspeed horovod".split()
 TRACKER_SECONDS = 60
 """How long a tracker may take to start, to record or to close. A server that is silent may not hold up the run."""
 logger = logging.getLogger(__name__)
@@ -51,10 +54,14 @@ class Log:
 
     def text(self, name: str, text: str) -> None:
         """Write the text to media/, and hand it to the trackers."""
+        self.write(name, ".txt", lambda path: path.write_text(text, encoding="utf-8"))
+
+    def write(self, name: str, suffix: str, save: Callable[[Path], object]) -> None:
+        """Write a file of media/ by save(path), and hand it to the trackers."""
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
-            path = self.folder / f"step_{self._step:08}_{name.replace('/', '_')}.txt"
-            write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+            path = self.folder / f"step_{self._step:08}_{name.replace('/', '_')}{suffix}"
+            write_whole(path, save)
             self._tracking.call_trackers("show", self._step, name, path)
 
 
@@ -181,6 +188,7 @@ def rank_log(directory: Path, rank: Rank) -> Iterator[io.TextIOWrapper]:
             vars(sys)["__stderr__"] = os.fdopen(os.dup(2), "w", buffering=1)
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)  # C++ and NCCL, too, write to the log
+        faulthandler.enable(log)  # if native code crashes
         try:
             with redirect_stdout(stdout), redirect_stderr(stderr):
                 yield log
@@ -191,6 +199,7 @@ def rank_log(directory: Path, rank: Rank) -> Iterator[io.TextIOWrapper]:
         finally:
             stdout.flush()
             stderr.flush()
+            faulthandler.disable()
             package.handlers = []
 
 
@@ -219,9 +228,12 @@ class _Output(io.FileIO):
 
 def write_start(directory: Path, config: Config, rank: Rank) -> None:
     """Write config.yaml and environment.json on rank 0, and remove an earlier summary.json."""
-    gpu = rank.device.type == "cuda" and torch.cuda.get_device_name(rank.device)
-    devices = gather_objects(f"{rank.device}: {gpu or platform.machine()}")
-    if devices is None:
+    own = [
+        f"{one}: {torch.cuda.get_device_name(one) if one.type == 'cuda' else platform.machine()}"
+        for one in rank.devices
+    ]
+    devices = [*chain(*(gather_objects(own) or []))]
+    if not rank.is_main:
         return
     logger.info("%s: world_size %d, %s", directory, rank.world_size, "; ".join(devices))
     text = yaml.safe_dump(to_dict(config), allow_unicode=True, sort_keys=False)
@@ -230,6 +242,8 @@ def write_start(directory: Path, config: Config, rank: Rank) -> None:
     facts |= {"devices": devices, "world_size": rank.world_size, "command": sys.argv}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"cuda": torch.version.cuda, "template": template_facts()}
+    loaded = [name for name in LIBRARIES if name in sys.modules]
+    facts["libraries"] = {name: str(sys.modules[name].__version__) for name in loaded}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         options: Any = {"text": True, "timeout": 10, "stderr": subprocess.DEVNULL}
@@ -241,13 +255,15 @@ def write_start(directory: Path, config: Config, rank: Rank) -> None:
 def summary_of(config: Config, rank: Rank) -> dict[str, Any]:
     """Return what summary.json says of the run's place. All ranks must call this."""
     unit = 1 if sys.platform == "darwin" else 2**10
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    if rank.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(rank.device)
-    peaks = gather_objects(round(peak / 2**20, 1)) or []
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    own = [
+        torch.cuda.max_memory_allocated(one) if one.type == "cuda" else resident
+        for one in rank.devices
+    ]
+    peaks = [round(peak / 2**20, 1) for peak in chain(*(gather_objects(own) or []))]
     return {
         "world_size": rank.world_size,
-        "num_devices": rank.world_size,
+        "num_devices": len(peaks),
         "device_ids": config.device_ids,
         "strategy": config.strategy,
         "precision": config.training.precision,

@@ -32,7 +32,7 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
     """
     if devices is not None:
         set_visible(devices)
-        rank = Rank(devices=(torch.device(devices.names[0]),))
+        rank = Rank(devices=tuple(map(torch.device, devices.names)))
     else:
         rank = _join_launched(line, launch)
     if rank.device.type == "cuda":
@@ -120,7 +120,7 @@ class StopRequest:
     """
 
     def __init__(self, rank: Rank, timeout_minutes: float, stacks: Any) -> None:
-        self._received, self._is_alone = 0, rank.world_size == 1
+        self.received, self._is_alone = 0, rank.world_size == 1
         self._sent = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
         self._timeout, self._stacks, self._armed_at = 60 * timeout_minutes, stacks, -math.inf
@@ -132,25 +132,25 @@ class StopRequest:
                 signal.signal(number, self._receive)
 
     def _receive(self, number: int, _: object) -> None:
-        if self._received and number == signal.SIGINT:
+        if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
         if self._is_alone:
             print(
                 "\nasked to stop: saving within a step (Ctrl-C again: at once)", file=sys.__stderr__
             )
-        self._received = 128 + as_stop(number)
+        self.received = 128 + as_stop(number)
 
     def code(self) -> int:
         """Return 0, or the exit code to stop with: the same on all ranks, which call this alike."""
         self.beat()
         if self._is_alone:
-            return self._received
+            return self.received
         if self._work is not None:
             self._work.wait()
         code = int(self._sent)
         # The same tensor again, on the CPU: gloo carries it. A thread of gloo that frees a tensor of
         # Python's while this process forks a loader's worker can make that worker hang (Python 3.11).
-        self._sent.fill_(self._received)
+        self._sent.fill_(self.received)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
         return code
 

@@ -1,1 +1,0 @@
-"""Trackers: each file here has a class Tracker. The key `logging.tracker` names them."""
