@@ -193,7 +193,7 @@ def test_full_shared_memory_is_told_with_its_remedy(project: Path, tmp_path: Pat
 def test_long_name_of_the_folder_for_temporary_files(
     project: Path, tmp_path: Path, words: str
 ) -> None:
-    """A socket's path ends at 107 bytes, and loader workers and a fork server have theirs in TMPDIR."""
+    """A socket's path ends at 107 bytes, and loader workers have theirs in TMPDIR."""
     folder = tmp_path / ("a" * 100)
     folder.mkdir()
     variables = {"TMPDIR": str(folder), "DDP_RUNS_FOLDER": str(tmp_path)}

@@ -233,7 +233,7 @@ def test_cookiecutter_with_torch_passes_and_leaves_nothing(
     assert (skipped.returncode, result.returncode) == (0, 0)
     assert f"Smoke test with {sys.executable}" in result.stdout
     assert files_of(tmp_path / "out") == files_of(tmp_path / "skipped")
-    # the fork server needs a moment to notice that its parent has ended
+    # ranks need a moment to end with their parent
     assert_ended_within(3, mark)
 
 

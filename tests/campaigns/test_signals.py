@@ -59,8 +59,8 @@ class Hit:
 
 def kill(kinds: set[str], choose: random.Random) -> tuple[int, str]:
     """Half of the SIGKILLs go to the whole group, and half of the rest to a rank (if one exists yet). The others go to
-    the launching process or to a helper (a loader worker, the fork server, a tracker). Any exit code is allowed. Only
-    Python's own files may stay in the system's temporary folder: pymp-…, with the socket of a dead fork server.
+    the launching process or to a helper (a loader worker, a tracker). Any exit code is allowed. Only
+    Python's own files may stay in the system's temporary folder: pymp-…, of loader workers.
     """
     is_group, is_rank = choose.random() < 0.5, choose.random() < 0.5
     other = choose.choice(sorted(kinds - {"rank"}))
@@ -172,7 +172,7 @@ def disturb_in(
     if process.poll() is not None:
         assert process.returncode == 0, process.communicate()
         return False
-    family = family_of(process.pid, has_fork_server=size != "small" and not command)
+    family = family_of(process.pid)
     sessions = {process.pid} | (
         {pid for pid, kind in family.items() if kind == "rank"} if command else set()
     )
@@ -187,7 +187,7 @@ def disturb_in(
             os.kill(choose.choice([pid for pid, kind in family.items() if kind == victim]), number)
     try:
         output = "\n".join(process.communicate(timeout=300))
-        # A fork server that still imports torch comes to its end afterwards.
+        # A process that still imports torch comes to its end afterwards.
         limit = END_SECONDS + (startup_seconds if hit.phase == "" else 0.0)
         started_at = told_at if process.returncode else time.monotonic()
         while living(sessions) and time.monotonic() < started_at + limit:
@@ -239,10 +239,10 @@ def describe(hits: list[Hit]) -> str:
     return "\n".join(lines) + f"\n\n{limits} {num_resumed} of the start-ups continued a run."
 
 
-def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
+def family_of(launcher: int) -> dict[int, str]:
     """Return the kind (launcher, rank or helper) of each process of a run, by process id.
 
-    The ranks are children of the fork server or of torchrun's agent. Loader workers are children of the ranks.
+    The ranks are children of the command or of torchrun's agent. Loader workers are children of the ranks.
     """
     family = {launcher: "launcher"}
     with suppress(psutil.Error):  # one has just ended
@@ -250,10 +250,7 @@ def family_of(launcher: int, *, has_fork_server: bool) -> dict[int, str]:
             family |= {
                 process.pid: "helper" for process in [child, *child.children(recursive=True)]
             }
-            family |= {
-                process.pid: "rank"
-                for process in (child.children() if has_fork_server else [child])
-            }
+            family[child.pid] = "rank"
     return family
 
 

@@ -43,8 +43,9 @@ class LaunchConfig(core.LaunchConfig):
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0
     # such as eth0; null: gloo takes the one to master_addr, NCCL chooses itself
     network_interface: str | None = None
-    # has no effect any more: each rank is a process of its own
-    start_method: Literal["auto", "spawn", "forkserver"] = "auto"
+    start_method: Literal["auto", "spawn", "forkserver"] = (
+        "auto"  # has no effect any more: each rank is a process of its own
+    )
     wait_minutes: NonNegativeFloat = 0.0  # how long to wait for GPUs that others use
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from .core.launch import DEVICES, PARENT, find_gpus
+from .core.launch import DEVICES, PARENT, find_gpus, number_of
 from .core.settings import CommandLine
 from .errors import ConfigError
 
@@ -82,7 +82,9 @@ def set_place(
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     os.environ |= dict(zip(names, map(str, place), strict=True))
     # below the ports that Linux hands out itself, from 32768 on
-    port = int(line.get("launch.master_port", "0")) or 20_000 + zlib.crc32(job.encode()) % 12_000
+    port = (
+        int(number_of(line, "launch.master_port", 0)) or 20_000 + zlib.crc32(job.encode()) % 12_000
+    )
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
 

@@ -1,6 +1,6 @@
 """Finds which files of a folder this project has: strategies, trackers, commands and extras may be deleted.
 
-This file imports neither torch nor the user's files, because the fork server may have to start before those imports.
+This file imports neither torch nor the user's files, because the process that starts the ranks imports neither.
 """
 
 from pathlib import Path

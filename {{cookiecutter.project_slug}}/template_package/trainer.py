@@ -20,7 +20,13 @@ from torch.nn.utils import get_total_norm
 
 from .config import Config, settings_without_effect
 from .core.checkpoint import export_weights, find_run, read_once, recount, tell_changes
-from .core.checks import check_finite, check_global_batch, check_replicas, rehearse
+from .core.checks import (
+    check_finite,
+    check_global_batch,
+    check_replicas,
+    rehearse,
+    rehearse_last,
+)
 from .core.evaluation import figures_of, total_of
 from .core.group import StopRequest
 from .core.logs import StepClock, Tracking, summary_of, write_start
@@ -32,7 +38,7 @@ from .errors import ConfigError, Interrupted, StopRun
 from .files import write_json
 from .strategies import create_strategy, settle_precision
 from .training.checkpoint import collect_state, load_run, load_weights
-from .training.checks import MemoryLimit, rehearse_last
+from .training.checks import MemoryLimit
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, check_before_step
 from .training.media import Log
@@ -166,7 +172,7 @@ class Trainer:
             rehearse(
                 self.strategy, self.loader.read_first(progress.epoch, progress.position), self.task
             )
-            rehearse_last(self.strategy, self.loader, self.task)
+            rehearse_last(self.strategy, self.loader, self.task, progress.epoch)
         if self.config.evaluation.micro_batch_size == "auto":
             self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit
         if self.config.evaluation.every_epochs or self.config.evaluation.every_steps:

@@ -119,7 +119,6 @@ def test_every_key_names_itself_when_it_refuses_a_value(path: Path) -> None:
         ("training.epochs 3", "Write training.epochs=3"),
         ("training.epochs=${x}", "${x}: ${…} is not replaced"),
         ("launch.backend=nccl device_ids=cpu", "launch.backend=nccl: NCCL has no CPU ranks"),
-        ("device_ids=[0,0]", "launch.backend=gloo"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line_with_the_remedy(

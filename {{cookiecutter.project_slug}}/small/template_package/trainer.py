@@ -8,8 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,14 @@ from .core.checkpoint import (
     recount,
     tell_changes,
 )
-from .core.checks import check_finite, check_global_batch, check_model, check_replicas, rehearse
+from .core.checks import (
+    check_finite,
+    check_global_batch,
+    check_model,
+    check_replicas,
+    rehearse,
+    rehearse_last,
+)
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
@@ -37,7 +43,7 @@ from .core.logs import Log, StepClock, Tracking, summary_of, write_start
 from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate, set_mode
 from .core.random_states import (
     derive_seed,
-    generators_restored,
+    drawing_for,
     get_random_states,
     seed_generators,
     set_random_states,
@@ -210,21 +216,18 @@ class Trainer:
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
         if task.before_step is not None:  # the gradients are averaged over ranks, and not clipped
-            with torch.no_grad(), self.drawing_for(step):
+            with torch.no_grad(), drawing_for(config.seed, step, self.rank.device):
                 task.before_step(strategy.module, step, Log(self.tracking, step))
         norm = strategy.optimizer_step(self.config.training.max_gradient_norm)
         set_mode(strategy.optimizer, "eval")
         if task.after_step is not None:
-            with torch.no_grad(), self.drawing_for(step), strategy.autocast():
+            with (
+                torch.no_grad(),
+                drawing_for(config.seed, step, self.rank.device),
+                strategy.autocast(),
+            ):
                 task.after_step(strategy.module, step, Log(self.tracking, step))
         return sums, norm
-
-    @contextmanager
-    def drawing_for(self, step: int) -> Iterator[None]:
-        """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
-        with generators_restored(self.rank.device):
-            seed_generators(derive_seed(self.config.seed, -(2**20), step))
-            yield
 
     def log(self, sums: dict[str, Tensor], gradient_norm: Tensor | None) -> None:
         """Log the step's means over all ranks. It waits for the device, so not in every step."""
@@ -332,19 +335,7 @@ class Trainer:
         self.loader.start(progress.epoch, progress.position)
         first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)
-        size, position = self.loader.global_batch_size, self.loader.num_samples - 1
-        self.loader.start(progress.epoch, position - position % size)
-        *_, (last, _) = self.loader.next_step(self.strategy.module)
-        try:
-            rehearse(self.strategy, last, self.task)
-        except ValueError as error:  # BatchNorm, of a single sample
-            problem = f"the model fails on an epoch's last batch ({error})"
-            remedy = "Choose another size, or fewer devices"
-            raise ConfigError(f"training.global_batch_size={size}: {problem}. {remedy}.") from error
-        except RuntimeError as error:  # gloo's, if compute_loss gathers shares of different sizes
-            note = "This was the trial of an epoch's last %d samples on %d ranks."
-            error.add_note(note % (position % size + 1, self.rank.world_size))
-            raise
+        rehearse_last(self.strategy, self.loader, self.task, progress.epoch)
         if evaluation.every_epochs or evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)
 

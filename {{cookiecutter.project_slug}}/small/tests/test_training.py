@@ -231,5 +231,5 @@ def build_model(config):
 def test_last_batch_that_the_model_cannot_take_is_told_at_the_start(project: Project) -> None:
     project.append("model.py", BATCH_NORM)
     output = project.run("training.global_batch_size=17", code=2)  # 103 samples: one is left
-    assert "training.global_batch_size=17: the model fails on an epoch's last batch" in output
+    assert "training.global_batch_size=17: the model fails on an epoch's last 1 samples" in output
     assert "train loss" not in output

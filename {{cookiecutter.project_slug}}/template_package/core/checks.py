@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from itertools import chain
 from typing import Any
 
@@ -103,6 +104,28 @@ def rehearse(
     finally:
         hook.remove()
         strategy.optimizer.zero_grad()
+
+
+def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task, epoch: int) -> None:
+    """Raise ConfigError if the model fails on the epoch's last batch, whose shares may be small and unequal.
+
+    Call loader.start() afterwards.
+    """
+    size, position = loader.global_batch_size, loader.num_samples - 1
+    if loader.num_samples == sys.maxsize:  # a stream has no last one
+        return
+    loader.start(epoch, position - position % size)
+    *_, (last, _) = loader.next_step(strategy.module)
+    cause = f"an epoch's last {position % size + 1} samples, on {strategy.rank.world_size} ranks"
+    try:
+        rehearse(strategy, last, task)
+    except ValueError as error:  # BatchNorm, of a single sample
+        problem = f"the model fails on {cause} ({error})"
+        remedy = "Choose another size, or fewer devices"
+        raise ConfigError(f"training.global_batch_size={size}: {problem}. {remedy}.") from None
+    except RuntimeError as error:  # gloo's, if compute_loss gathers shares of different sizes
+        error.add_note(f"This was the trial of {cause}.")
+        raise
 
 
 def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> None:

@@ -17,7 +17,16 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from .config import LaunchConfig
-from .launch import DEVICES, LISTENER, PARENT, Devices, as_stop, choose_devices
+from .launch import (
+    DEVICES,
+    LISTENER,
+    MASK,
+    PARENT,
+    Devices,
+    as_stop,
+    choose_devices,
+    number_of,
+)
 from .processes import STOP_SIGNALS
 from .ranks import Rank, all_reduce, from_main, gather_objects, num_usable_cores
 from .settings import CommandLine
@@ -40,9 +49,9 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
             problem = (
                 f"torch {torch.__version__} cannot use it: is it built for this driver's CUDA?"
             )
-            raise ConfigError(
-                f"device_ids: {problem} Set device_ids=cpu, or install another torch."
-            )
+            remedy = "Set device_ids=cpu, or for a driver of CUDA 12 type: python -m pip install "
+            remedy += "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+            raise ConfigError(f"device_ids: {problem} {remedy}")
         torch.cuda.set_device(rank.device)  # NCCL's collectives use the current one
     if rank.world_size > 1:
         is_nccl = launch.backend == "nccl"
@@ -61,7 +70,7 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
 def set_visible(devices: Devices) -> None:
     """Hide the other GPUs from this process. Call this before CUDA starts."""
     if devices.visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.visible
+        os.environ[MASK] = devices.visible
 
 
 def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
@@ -90,7 +99,9 @@ def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
             port,
             is_master=rank == 0 and not is_served,
             wait_for_workers=False,
-            timeout=timedelta(minutes=launch.timeout_minutes),
+            timeout=timedelta(
+                minutes=launch.timeout_minutes + number_of(line, "launch.wait_minutes", 0.0)
+            ),
             **served,
         ),
     )

@@ -27,6 +27,7 @@ from .processes import STOP_SIGNALS
 from .settings import CommandLine, parse_device_ids
 
 GIB = 2**30
+MASK = "CUDA_VISIBLE_DEVICES"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop, and has saved if it had time to."""
 OUT_OF_MEMORY = 75
@@ -69,13 +70,13 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
         chosen = _named(wanted, gpus)
         if len(set(wanted)) < len(wanted) and line.get("launch.backend", "auto") != "gloo":
             rule = "only gloo runs two ranks on one GPU. Name each once or set launch.backend=gloo"
-            raise ConfigError(f"device_ids={one_line(typed)}: {rule}.")
+            raise ConfigError(f"device_ids={one_line(wanted)}: {rule}.")
         for gpu in set(chosen):
             if holder := lock(gpu.uuid):  # another run may hold it: who names a GPU gets it
                 holder.detach()
     else:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
-        needed, seconds = number or 1, 60 * _number(line, "launch.wait_minutes", 0.0)
+        needed, seconds = number or 1, 60 * number_of(line, "launch.wait_minutes", 0.0)
         begun, chosen = time.monotonic(), _free(gpus, line, number)
         while len(chosen) < needed <= len(gpus) and time.monotonic() < begun + seconds:
             print(f"device_ids={wanted}: waiting for {needed} of {len(gpus)} GPUs", flush=True)
@@ -84,17 +85,20 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
             chosen = _free(gpus, line, number)
         found = f"found {len(chosen)} of {len(gpus)} GPUs that others leave free"
         remedy = "Wait, share (launch.share_gpus=true), lower launch.min_free_memory_gib, or set device_ids=cpu,cpu"
-        if len(chosen) < needed and (chosen or seconds or wanted != "auto"):
+        if len(chosen) < needed and (chosen or (seconds and gpus) or wanted != "auto"):
             raise ConfigError(f"device_ids={wanted}: {needed} are needed, and {found}. {remedy}.")
         if not chosen:
             if gpus:
                 print(f"{found}: computing on the CPU. {remedy}.", flush=True)
             return Devices(["cpu"] * (number or 1))
+    if not gpus[0].uuid:  # torch's own numbers, which follow the mask
+        mask = os.environ.get(MASK) or ",".join(str(gpu.index) for gpu in gpus)
+        return Devices([f"cuda:{gpu.index}" for gpu in chosen], mask)
     visible = [*dict.fromkeys(chosen)]
     names = [f"cuda:{visible.index(gpu)}" for gpu in chosen]
     for gpu, name in dict(zip(chosen, names, strict=True)).items():
         print(f"GPU {gpu.index} -> {name}", flush=True)
-    return Devices(names, ",".join(gpu.uuid or str(gpu.index) for gpu in visible))
+    return Devices(names, ",".join(gpu.uuid for gpu in visible))
 
 
 def _named(wanted: Sequence[Any], gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -112,7 +116,7 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
 
     If there are fewer, return them without locks.
     """
-    least = _number(line, "launch.min_free_memory_gib", 2.0)
+    least = number_of(line, "launch.min_free_memory_gib", 2.0)
     gpus = [gpu for gpu in gpus if gpu.free_memory >= least * GIB]
     is_shared = line.get("launch.share_gpus", "false").lower() == "true"
     if not is_shared:
@@ -142,7 +146,8 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
     return sorted(chosen, key=lambda gpu: gpu.index)
 
 
-def _number(line: CommandLine, key: str, default: float) -> float:
+def number_of(line: CommandLine, key: str, default: float) -> float:
+    """Return the value of a key, before config.py checks it."""
     try:
         return float(line.get(key, str(default)))
     except ValueError:  # config.py refuses it
@@ -165,10 +170,12 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order."""
     import pynvml
 
-    mask = environment.get("CUDA_VISIBLE_DEVICES")
+    mask, present = environment.get(MASK), list[Gpu]()
     try:
         pynvml.nvmlInit()
-        present = [_read(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            with suppress(pynvml.NVMLError):  # it is lost: others can be used
+                present.append(_read(pynvml, index))
     except pynvml.NVMLError:  # no NVIDIA driver; torch may know of others, such as AMD's
         import torch
 
@@ -176,20 +183,25 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
     if mask is None:
         return present
     visible: list[Gpu] = []
-    for entry in filter(None, map(str.strip, mask.split(","))):
-        named = [gpu for gpu in present if entry in (str(gpu.index), gpu.uuid)]
-        visible += named or [Gpu(len(visible), entry)]  # such as a part of a GPU (MIG)
+    for entry in map(str.strip, mask.split(",")):  # as CUDA reads it, up to the first wrong entry
+        if entry.startswith("MIG-"):  # a part of a GPU: CUDA shows one
+            return [Gpu(0, entry)]
+        by_uuid = [gpu for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
+        named = by_uuid or [gpu for gpu in present if str(gpu.index) == entry]
+        if len(named) != 1:
+            break
+        visible += named
     return visible
 
 
 def _read(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    gpu = Gpu(index, nvml.nvmlDeviceGetUUID(handle))
+    uuid, free, users = nvml.nvmlDeviceGetUUID(handle), math.inf, frozenset[str]()
     with suppress(nvml.NVMLError):  # not every GPU answers every question
+        free = nvml.nvmlDeviceGetMemoryInfo(handle).free
         processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         users = frozenset(_owner(process.pid) for process in processes)
-        gpu = Gpu(index, gpu.uuid, nvml.nvmlDeviceGetMemoryInfo(handle).free, users)
-    return gpu
+    return Gpu(index, uuid, free, users)
 
 
 def _owner(pid: int) -> str:
@@ -212,7 +224,7 @@ def start_ranks(devices: Devices, line: CommandLine) -> int:
         FAILURES: str(sender.fileno()),
         LISTENER: str(listener.fileno()),
         DEVICES: json.dumps(devices.names),
-        "CUDA_VISIBLE_DEVICES": devices.visible,
+        MASK: devices.visible,
     }
     asked: list[int] = []
     heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

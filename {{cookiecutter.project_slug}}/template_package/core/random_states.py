@@ -113,6 +113,14 @@ def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
 
 
 @contextmanager
+def drawing_for(seed: int, step: int, *devices: torch.device) -> Iterator[None]:
+    """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
+    with generators_restored(*devices):
+        seed_generators(derive_seed(seed, -(2**20), step))
+        yield
+
+
+@contextmanager
 def generators_restored(*devices: torch.device) -> Iterator[None]:
     """On exit, restore the random generators of the CPU and the given CUDA devices to their state on entry."""
     states = get_random_states(*devices)

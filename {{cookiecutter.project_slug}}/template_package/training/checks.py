@@ -1,7 +1,6 @@
-"""Tries out an epoch's last batch, and lowers the micro-batch size when memory runs out."""
+"""Lowers the micro-batch size when memory runs out."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,36 +13,11 @@ from ..core.launch import OUT_OF_MEMORY
 from ..core.ranks import Rank, all_reduce
 from ..core.task import Task
 from ..data import TimedLoader
-from ..errors import ConfigError, FailureError, StopRun
+from ..errors import FailureError, StopRun
 from ..files import write_whole
 from ..strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
-
-
-def rehearse_last(strategy: Strategy, loader: TimedLoader, task: Task) -> None:
-    """Raise ConfigError if the model fails on an epoch's last batch, which may leave unequal shares or one sample."""
-    context, num_left = strategy.rank, loader.num_samples % loader.global_batch_size
-    largest, smallest = -(-num_left // context.world_size), num_left // context.world_size  # shares
-    has_one = smallest < 2 * -(-largest // loader.micro_batch_size)  # in a micro-batch
-    if num_left == 0 or loader.num_samples == sys.maxsize or (largest == smallest and not has_one):
-        return
-    # Rank 0 has the largest share. If others have less, some of its largest micro-batches meet their smallest ones.
-    number = 0 if context.is_main and largest > smallest else -1
-    micro_batch = loader.read_first(0, loader.num_samples - num_left, number)
-    left = "a micro-batch of one" if has_one else f"shares of {largest} and {smallest} on the ranks"
-    cause = f"an epoch's last {num_left} samples leave {left}, and the model fails on it"
-    # gloo aborts a rank that gathers more than it sends. The end of its log is then shown
-    if not context.is_main:
-        logger.info("rehearsing an epoch's last batch. If this line is the last: %s", cause)
-    try:
-        rehearse(strategy, micro_batch, task, is_trial=True)
-    # BatchNorm1d: "Expected more than 1 value per channel when training"
-    except ValueError as error:
-        key = f"training.global_batch_size={loader.global_batch_size}"
-        raise ConfigError(
-            f"{key}: {cause} ({error}). Choose another size, or fewer devices."
-        ) from None
 
 
 class MemoryLimit:

@@ -113,7 +113,7 @@ def test_two_ranks_share_a_gpu_only_with_gloo() -> None:
     nvml = SimulatedNvml(9, 9)
     assert chosen([1, 1], nvml, backend="gloo") == [1, 1]
     assert refusal("1,1", nvml) == (
-        "device_ids=1,1: only gloo runs two ranks on one GPU. "
+        "device_ids=[1, 1]: only gloo runs two ranks on one GPU. "
         "Name each once or set launch.backend=gloo."
     )
 
@@ -168,7 +168,9 @@ def test_gpus_without_nvml_are_those_that_torch_counts(monkeypatch: pytest.Monke
     assert chosen("auto", nvml) == ["cpu"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with choice("auto", nvml) as devices, choice([1], nvml) as named:
-        assert devices == Devices(["cuda:0", "cuda:1"], "0,1") and named == Devices(["cuda:0"], "1")
+        assert devices == Devices(["cuda:0", "cuda:1"], "0,1") and named == Devices(
+            ["cuda:1"], "0,1"
+        )
 
 
 def test_mask_stays_where_torch_alone_counts_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

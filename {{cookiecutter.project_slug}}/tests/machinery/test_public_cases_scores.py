@@ -401,7 +401,7 @@ def test_loss_that_gathers_unequal_last_shares_ends_before_the_first_step(projec
     project.append("model.py", GATHERED)
     words = ["device_ids=cpu,cpu", "training.global_batch_size=8", "training.epochs=1"]
     output = project.run(*words, "data.num_samples=21", code=1)
-    assert "an epoch's last 5 samples" in output
+    assert "This was the trial of an epoch's last 5 samples, on 2 ranks." in output
     assert not (project.directory("run") / "metrics.jsonl").exists()
     project.run("name=equal", *words, "data.num_samples=22")
     assert len(project.lines("equal")) == 3

@@ -147,13 +147,10 @@ def test_model_that_needs_two_samples_is_refused_before_the_first_step(project: 
     )
     words = ("device_ids=cpu,cpu", "training.global_batch_size=100", "training.epochs=1")
     output = project.run(*words, code=2)
-    assert (
-        "training.global_batch_size=100: an epoch's last 3 samples leave a micro-batch of one"
-        in output
-    )
+    assert "training.global_batch_size=100: the model fails on an epoch's last 3 samples" in output
     assert "Traceback" not in output and not (project.directory("run") / "metrics.jsonl").exists()
     halves = (words[0], "training.global_batch_size=96", "training.micro_batch_size=2", words[2])
-    assert "an epoch's last 7 samples leave a micro-batch of one" in project.run(
+    assert "the model fails on an epoch's last 7 samples" in project.run(
         "name=halves", *halves, code=2
     )
     project.run("name=one", "device_ids=cpu", *words[1:])

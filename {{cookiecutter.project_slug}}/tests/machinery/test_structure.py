@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "template_package"
-MAX_MODULES_OF_TRAINER = 23
+MAX_MODULES_OF_TRAINER = 24
 
 MAY_IMPORT = {
     "run": "commands trainer launchers core config files errors",

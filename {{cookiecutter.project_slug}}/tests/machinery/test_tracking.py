@@ -449,8 +449,8 @@ def test_figure_is_written_on_rank_0_and_closed_on_each_rank(tmp_path: Path) -> 
 def test_media_that_cannot_be_written_are_one_warning_each(
     tmp_path: Path, warnings: list[str]
 ) -> None:
-    tracking: Any = open_tracking(tmp_path, 0, 9)
-    log = Log(tracking, 1)
+    tracking = open_tracking(tmp_path, 0, 9)
+    log: Any = Log(tracking, 1)
     log.image("channels", torch.zeros(2, 3, 5))
     log.image("integers", torch.zeros(4, 4, dtype=torch.int64))
     log.image("no picture", "text")

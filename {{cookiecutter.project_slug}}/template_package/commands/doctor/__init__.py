@@ -19,13 +19,14 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...core.launch import Devices, choose_devices, find_gpus, start_ranks
+from ...core.launch import MASK, Devices, choose_devices, find_gpus, start_ranks
 from ...core.processes import die_with_parent
 from ...errors import ConfigError, one_line
 from ...files import run_directory, template_facts
@@ -183,12 +184,15 @@ def check_config(machine: Machine) -> Iterator[Finding]:
 
 def check_gpus(_: Machine) -> Iterator[Finding]:
     """Check that the GPU driver answers and that torch sees the same GPUs. Report the free memory of each GPU."""
+    import pynvml
     import torch
 
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = find_gpus({}) if hidden is not None else find_gpus(os.environ)
     visible, num_seen = find_gpus(os.environ), torch.cuda.device_count()
+    present = find_gpus({}) if MASK in os.environ else visible
     problem = f" (torch sees {num_seen})" if num_seen != len(visible) else ""
+    with suppress(pynvml.NVMLError):
+        if (number := pynvml.nvmlDeviceGetCount()) > len(present):
+            problem = f" ({number - len(present)} of {number} do not answer)"
     status, remedy = "broken" if problem else "ok", ""
     if not present and Path("/proc/driver/nvidia/version").exists():
         status = "broken"  # the driver does not answer
