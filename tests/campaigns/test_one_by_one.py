@@ -14,7 +14,7 @@ from baking import PROJECT, ROOT, bake, plain_environment
 from .conftest import REPORTS, Report, Tries
 
 IN_PLACE = {
-    "rank killed, hung, halted or gone by itself, at start-up too": [
+    "rank killed, hung, or gone by itself, at start-up too": [
         "machinery/test_failing.py",
         "machinery/test_launching.py::test_rank_whose_neighbour_never_starts_fails_in_time",
         "machinery/test_launching.py::test_torchrun_goes_on_after_a_killed_rank",

@@ -122,7 +122,7 @@ def test_name_that_is_a_loopback_address_on_its_own_host(
         "name=run",
     )
     words = (*meeting, "model.seconds_per_step=0")
-    code = "from ddp_experiment.launching.environment import choose_interface; choose_interface(None, 'node0')"
+    code = "from ddp_experiment.launchers import choose_interface; choose_interface('node0')"
     code += "; import os; print(os.environ['GLOO_SOCKET_IFNAME'])"
     printed = slow_hosts[0].start(sys.executable, "-c", code).ended()
     assert printed == f"{INTERFACE}\n"
