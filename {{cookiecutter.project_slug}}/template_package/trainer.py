@@ -146,10 +146,9 @@ class Trainer:
                     sums, gradient_norm = self.train_step(
                         self.progress.is_logged(self.config.logging.every_steps)
                     )
-                if self.startup_seconds is None:  # the first step of this process
-                    self.startup_seconds = time.time() - started_at
-                    check_replicas(self.strategy, self.progress.step, self.rank)
-                self.complete_step(sums, gradient_norm, stop)
+                is_first = self.startup_seconds is None  # in this process
+                self.startup_seconds = self.startup_seconds or time.time() - started_at
+                self.complete_step(sums, gradient_norm, stop, is_first=is_first)
                 if self.progress.is_evaluation_pending:
                     self.evaluate(stop)
                 self.tracking.advance(self.progress.step)
@@ -229,7 +228,12 @@ class Trainer:
         return sums, norm
 
     def complete_step(
-        self, sums: dict[str, Tensor], gradient_norm: Tensor | None, stop: StopRequest
+        self,
+        sums: dict[str, Tensor],
+        gradient_norm: Tensor | None,
+        stop: StopRequest,
+        *,
+        is_first: bool,
     ) -> None:
         """Do whatever is due: log, save a checkpoint, compare replicas. Also record whether an evaluation is due."""
         config, progress = self.config, self.progress
@@ -241,7 +245,7 @@ class Trainer:
         if self.profiler is not None:
             self.profiler.step()
         every = config.training.check_replicas_every_steps
-        if every and progress.step % every == 0:
+        if is_first or (every and progress.step % every == 0):
             check_replicas(self.strategy, progress.step, self.rank)
         if progress.is_logged(config.logging.every_steps):
             self.log(sums, gradient_norm)

@@ -76,8 +76,8 @@ def set_visible(devices: Devices) -> None:
 def _join_launched(line: CommandLine, launch: LaunchConfig) -> Rank:
     numbers = [os.environ.get(name, "") for name in NUMBERS]
     if not all(number.isdecimal() for number in numbers):
-        remedy = "Unset them and type `python run.py`, or start with torchrun, which sets all"
-        raise ConfigError(f"{', '.join(NUMBERS)}: the environment is half set. {remedy}.")
+        problem = "the environment is half set. Unset them and type `python run.py`, or start with torchrun."
+        raise ConfigError(f"{', '.join(NUMBERS)}: {problem}")
     rank, world_size, local_rank, local_size, port = map(int, numbers)
     node_rank = int(os.environ.get("GROUP_RANK") or rank // local_size)
     address, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -188,8 +188,8 @@ def check_alike(config: dict[str, Any]) -> None:
     def compare() -> None:
         for number, other in enumerate(parts or []):
             if names := [name for name in own | other if own.get(name) != other.get(name)]:
-                problem = f"rank {number} would not train what rank 0 does: {', '.join(names[:5])}"
-                raise ConfigError(f"{problem} differ between nodes. Make them alike.")
+                problem = f"{', '.join(names[:5])} differ between nodes. Make them alike."
+                raise ConfigError(f"rank {number} would not train what rank 0 does: {problem}")
 
     from_main(compare)
 

@@ -105,9 +105,8 @@ def _named(wanted: Sequence[Any], gpus: Sequence[Gpu]) -> list[Gpu]:
     by_index = {gpu.index: gpu for gpu in gpus}
     if missing := [index for index in wanted if index not in by_index]:
         shown = f"driver and CUDA_VISIBLE_DEVICES show {[*by_index] or 'none'}"
-        problem = f"GPU {missing[0]} does not exist; {shown}"
-        remedy = "Set device_ids=cpu,cpu or auto"
-        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}. {remedy}.")
+        problem = f"GPU {missing[0]} does not exist; {shown}. Set device_ids=cpu,cpu or auto."
+        raise ConfigError(f"device_ids={one_line(wanted)}: {problem}")
     return [by_index[index] for index in wanted]
 
 
@@ -123,12 +122,11 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
         gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
     chosen: list[Gpu] = []
     held: list[socket.socket] = []
-    deadline = time.monotonic() + 10
     # Of two runs that choose at the same time, one gets all that it asks for.
-    chooser = lock("chooser")
-    while chooser is None and time.monotonic() < deadline:
+    for _ in range(1000):  # 10 s: one may be halted (Ctrl-Z)
+        if chooser := lock("chooser"):
+            break
         time.sleep(0.01)
-        chooser = lock("chooser")
     for gpu in sorted(gpus, key=lambda gpu: -gpu.free_memory):
         if len(chosen) < number or not number:
             holder = lock(gpu.uuid)
@@ -141,7 +139,7 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
             holder.close()
         else:
             holder.detach()  # never closed: held until this process ends
-    if chooser is not None:
+    if chooser:
         chooser.close()
     return sorted(chosen, key=lambda gpu: gpu.index)
 
@@ -259,7 +257,7 @@ def tell_failure(text: str, code: int, rank: Any = None) -> None:
     """Report why this rank (a ranks.Rank, once it has joined) fails, unless another was first."""
     if sender := os.environ.get(FAILURES):  # start_ranks() prints the first one
         with socket.socket(fileno=os.dup(int(sender))) as channel:
-            channel.send(json.dumps([text[-50_000:], code]).encode())
+            channel.send(json.dumps([int(os.environ["RANK"]), text[-50_000:], code]).encode())
         return
     own = first = str(rank and rank.rank)
     if rank is not None and rank.store is not None:
@@ -307,23 +305,29 @@ def _judge(
         return 0 if is_late else 128 + as_stop([*asked, signal.SIGTERM][0])
     if not failed:
         return 0
-    # A rank that was killed comes first: the others' messages follow from it, as gloo's aborts do.
-    killed = [rank for rank, code in failed.items() if code not in (1, 2, -signal.SIGABRT)]
+    told: list[Any] = []
     failures.setblocking(False)
     with suppress(BlockingIOError):
-        message = failures.recv(2**18)  # the first one; later ones may follow from it
-        if not killed:
-            text, code = json.loads(message)
-            print(text, file=sys.stderr, flush=True)
-            return int(code)
-    rank = next(iter(killed or failed))
+        while True:
+            told.append(json.loads(failures.recv(2**18)))
+    # A rank that ended without a word comes first: the others' messages follow from it.
+    logs = run_directory(line.get("name", "baseline")) / "logs"
+    silent = failed.keys() - {rank for rank, *_ in told}
+    # An abort may be gloo's, which has lost a peer, or the reason for the others' messages.
+    aborted = {rank for rank in silent if failed[rank] == -signal.SIGABRT}
+    if told and silent == aborted:
+        _, text, code = told[0]  # later ones may follow from it
+        for rank in sorted(aborted):
+            text += f"\nrank {rank} was killed by SIGABRT; see {logs}/rank_{rank}.log"
+        print(text, file=sys.stderr, flush=True)
+        return int(code)
+    rank = min((silent - aborted) or failed)
     code = failed[rank]
     how = "ended without a word, or made no progress for launch.timeout_minutes"
     if code is not None and code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     how = how.replace("SIGKILL", "SIGKILL (out of memory?)")
-    log = run_directory(line.get("name", "baseline")) / "logs" / f"rank_{rank}.log"
-    print(f"rank {rank} failed: it {how}; see {log}", file=sys.stderr, flush=True)
+    print(f"rank {rank} failed: it {how}; see {logs}/rank_{rank}.log", file=sys.stderr, flush=True)
     return 1
 
 

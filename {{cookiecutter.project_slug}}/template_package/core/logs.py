@@ -242,8 +242,8 @@ def write_start(directory: Path, config: Config, rank: Rank) -> None:
     facts |= {"devices": devices, "world_size": rank.world_size, "command": sys.argv}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"cuda": torch.version.cuda, "template": template_facts()}
-    loaded = [name for name in LIBRARIES if name in sys.modules]
-    facts["libraries"] = {name: str(sys.modules[name].__version__) for name in loaded}
+    loaded = sys.modules.keys() & LIBRARIES
+    facts["libraries"] = {name: str(sys.modules[name].__version__) for name in sorted(loaded)}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         options: Any = {"text": True, "timeout": 10, "stderr": subprocess.DEVNULL}
