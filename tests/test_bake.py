@@ -151,9 +151,12 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
     shared = {f"ddp_experiment/{name}" for name in package}
     if (tracker := CHOICES["tracker"][0]) != "none":
         shared.add(f"ddp_experiment/tracking/{tracker}.py")
+    shared.add("ddp_experiment/tracking/__init__.py")
     shared |= {f"scripts/{path.name}" for path in (small / "scripts").iterdir()}
-    core = "__init__ checkpoint checks config data evaluation global_batch optimizer processes"
-    core += " random_states ranks settings smoke strategies task"
+    core = (
+        "__init__ checkpoint checks config data evaluation global_batch group launch logs optimizer"
+    )
+    core += " processes random_states ranks settings smoke strategies task"
     shared |= {f"ddp_experiment/core/{name}.py" for name in core.split()}
     shared |= {f"tests/{name}.py" for name in ("test_dataset", "test_model")}
     shared |= {f"tests/workload/{name}.py" for name in ("dataset", "model")}

@@ -130,21 +130,24 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
                 signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
         # A child that the user forks, of a Pool for example, ends by SIGTERM, as Pool.terminate() expects.
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+        from torch import distributed
+
         from template_package.core.config import to_dict
         from template_package.core.group import check_alike, join, leave
 
         config = line.load_config()
         if config.launch.debug:
-            from torch.distributed import set_debug_level_from_env
-
             # Not DETAIL, under which DistributedDataParallel on gloo dies of SIGSEGV (torch 2.13).
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
-            set_debug_level_from_env()  # torch has read the environment when it was imported
+            distributed.set_debug_level_from_env()  # torch has read the environment when it was imported
         place = join(line, config.launch, devices)
         if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
             check_alike(to_dict(config))
         code = run_fn(place.rank, place.world_size, config, place, line)
         leave()
+        if devices is not None and distributed.is_initialized():  # by join_alone()
+            gc.collect()  # gloo hangs if the model outlives the group, and may crash a normal exit
+            distributed.destroy_process_group()
         return code
     except ConfigError as error:
         tell_failure(f"error: {error}", error.exit_code, place)

@@ -54,7 +54,8 @@ def fork(folder: str, script: str, words: Sequence[str], env: Mapping[str, str])
     sys.path[0], sys.argv = folder, [f"{script}.py", *words]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        vars(importlib.import_module("template_package.core.launch"))["Popen"] = Forked
+        launch = importlib.import_module("template_package.core.launch")
+        vars(launch)["Popen"] = Forked
         code: int = importlib.import_module(script).main(list(words))
     except KeyboardInterrupt:
         code = 130
