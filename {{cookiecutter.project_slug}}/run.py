@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 run.py              trains on two ranks that torchru
 python run.py evaluate                          evaluates the best checkpoint of the run
 """
 
+import faulthandler
 import gc
 import os
 import signal
@@ -20,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 try:
     from template_package.commands import CommandLine, parse_command_line
     from template_package.core.launch import (
+        DONE,
         OUT_OF_MEMORY,
         PARENT,
         Devices,
         as_stop,
         choose_devices,
+        number_of,
         start_ranks,
         tell_failure,
     )
@@ -35,7 +38,7 @@ try:
         settle_process,
     )
     from template_package.errors import ConfigError, StopRun
-    from template_package.launchers import adopt, become_torchrun
+    from template_package.launchers import adopt, become_torchrun, watch_others
 except (ModuleNotFoundError, AttributeError) as missing:
     text = f"{sys.executable}: {missing}. Activate this project's environment, or type: python -m pip install "
     text += "-c constraints.txt -e ."
@@ -74,15 +77,18 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
     with rank_log(directory, place) as log:
         console = log if world_size > 1 else sys.__stderr__
         stop = StopRequest(place, config.launch.timeout_minutes, console)
-        if command is not None:
-            command.work(line, config, place, directory, task, stop)
-            code = 0
-        else:
-            with run_lock(directory):
-                code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
-            if place.is_main and config.logging.report and not code:
-                write_report(directory)
-        stop.close()
+        try:
+            if command is not None:
+                command.work(line, config, place, directory, task, stop)
+                code = 0
+            else:
+                with run_lock(directory):
+                    code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
+                if place.is_main and config.logging.report and not code:
+                    write_report(directory)
+            stop.close()
+        finally:
+            faulthandler.cancel_dump_traceback_later()  # out of memory: one rank starts again
     return code
 
 
@@ -94,15 +100,19 @@ def main(arguments: list[str]) -> int:
             return line.run()
         if adopt(line):  # a launcher has started this rank
             return run_rank(line, None)
-        num_nodes = line.get("launch.nodes", "1")
-        if num_nodes.isdecimal() and int(num_nodes) > 1:
-            become_torchrun(line, num_nodes)
+        if number_of(line, "launch.nodes", 1) > 1:
+            become_torchrun(line)
+        if number_of(line, "launch.wait_minutes", 0):
+            line.load_config()  # a mistake is told before, not after
         devices = choose_devices(line)
         world_size = len(devices.names)  # one rank per device
         if line.get("strategy", "ddp") == "data_parallel":
             world_size = 1  # of all devices
-        start = partial(start_ranks, devices) if world_size > 1 else partial(run_alone, devices)
-        while (code := start(line)) == OUT_OF_MEMORY:
+        start = partial(run_rank, line, devices)
+        if world_size > 1:
+            start = partial(start_ranks, devices, line, asked=[])
+        while (code := start()) == OUT_OF_MEMORY:
+            heed_signals()
             gc.collect()  # a single rank's model may be part of a cycle, and still on the GPU
             print(
                 "out of memory: starting again from the last checkpoint, with smaller micro-batches",
@@ -116,8 +126,11 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def run_alone(devices: Devices, line: CommandLine) -> int:
-    return run_rank(line, devices)
+def heed_signals() -> None:
+    """Let a stop signal end this process. The ranks, or the run, take over later."""
+    for name in STOP_SIGNALS:
+        if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
+            signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
 
 
 def run_rank(line: CommandLine, devices: Devices | None) -> int:
@@ -126,13 +139,13 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
     try:
         if devices is None:
             die_with_parent(int(os.environ.get(PARENT, os.getppid())))
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
+            for number in STOP_SIGNALS:  # a handler would wait for the other ranks
+                if signal.getsignal(number) != signal.SIG_IGN:  # start_ranks() decides on Ctrl-C
+                    signal.signal(number, signal.SIG_DFL)
         # A child that the user forks, of a Pool for example, ends by SIGTERM, as Pool.terminate() expects.
         os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
         from torch import distributed
 
-        from template_package.core.config import to_dict
         from template_package.core.group import check_alike, join, leave
 
         config = line.load_config()
@@ -141,14 +154,15 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             os.environ.update(TORCH_DISTRIBUTED_DEBUG="INFO", NCCL_DEBUG="INFO")
             distributed.set_debug_level_from_env()  # torch has read the environment when it was imported
         place = join(line, config.launch, devices)
+        watch_others(place)
         if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
-            check_alike(to_dict(config))
+            check_alike(config)
         code = run_fn(place.rank, place.world_size, config, place, line)
         leave()
         if devices is not None and distributed.is_initialized():  # by join_alone()
             gc.collect()  # gloo hangs if the model outlives the group, and may crash a normal exit
             distributed.destroy_process_group()
-        return code
+        return code or DONE * (PARENT in os.environ)
     except ConfigError as error:
         tell_failure(f"error: {error}", error.exit_code, place)
         return error.exit_code
@@ -176,9 +190,7 @@ if __name__ == "__main__":
         print(text, file=sys.stderr)
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
     os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here
-    for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
-        if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
-            signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))
+    heed_signals()  # torch's import would lose Ctrl-C
     code = main(sys.argv[1:])
     # After an error on a GPU, CUDA would abort a process that ends in the normal way.
     end_process(code, at_once="RANK" in os.environ or code == 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     from template_package.core.launch import (
+        DONE,
         PARENT,
         Devices,
         as_stop,
@@ -103,22 +104,19 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
     try:
         if devices is None:
             die_with_parent(int(os.environ.get(PARENT, os.getppid())))
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)  # a handler would wait for the other ranks
-        from template_package.core.config import (
-            Config,
-            build_config,
-            to_dict,
-        )
+            for number in STOP_SIGNALS:  # a handler would wait for the other ranks
+                if signal.getsignal(number) != signal.SIG_IGN:  # start_ranks() decides on Ctrl-C
+                    signal.signal(number, signal.SIG_DFL)
+        from template_package.core.config import Config, build_config
         from template_package.core.group import check_alike, join, leave
 
         config = build_config(line, Config)
         place = join(line, config.launch, devices)
         if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
-            check_alike(to_dict(config))
+            check_alike(config)
         code = run_fn(place.rank, place.world_size, config, place, line)
         leave()
-        return code
+        return code or DONE * (PARENT in os.environ)
     except ConfigError as error:
         tell_failure(f"error: {error}", error.exit_code, place)
         return error.exit_code

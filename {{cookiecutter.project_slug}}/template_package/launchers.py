@@ -9,15 +9,21 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .core.launch import DEVICES, PARENT, find_gpus, number_of
 from .core.settings import CommandLine
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .core.ranks import Rank
 
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
 LOOPBACK = "127.0.0.1"
@@ -105,6 +111,9 @@ def choose_interface(address: str) -> None:
     """Make gloo use the network interface that reaches `address`, unless GLOO_SOCKET_IFNAME names one."""
     if "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux":
         return
+    if is_loopback(address):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        return
     try:
         target = int.from_bytes(socket.inet_aton(socket.gethostbyname(address)), sys.byteorder)
     except OSError:  # IPv6 alone: gloo chooses
@@ -119,8 +128,25 @@ def choose_interface(address: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = best
 
 
-def become_torchrun(line: CommandLine, num_nodes: str) -> NoReturn:
+def watch_others(place: "Rank") -> None:
+    """End this process soon after another rank has failed, if no agent does it: srun and horovodrun have none."""
+    is_watched = PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if place.world_size == 1 or is_watched:
+        return
+    store = place.store.clone()  # another connection: a thread that waits blocks one
+
+    def watch() -> None:
+        with suppress(RuntimeError):  # rank 0, which serves the store, has ended
+            while not store.check(["failure"]):
+                time.sleep(1.0)
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def become_torchrun(line: CommandLine) -> NoReturn:
     """Replace this process with scripts/multi_node.sh, which starts torchrun on this node."""
+    num_nodes = line.get("launch.nodes", "1")
     address, port = line.get("launch.master_addr", LOOPBACK), line.get("launch.master_port", "0")
     node_rank = line.get("launch.node_rank", "0")
     if is_loopback(address) or port == "0":

@@ -119,10 +119,9 @@ class Trainer:
         stop.listen()
         try:
             code = self.train(stop, memory, started_at)
-        except (
-            StopRun
-        ) as over:  # out of memory; if a signal came first, stop instead of starting again
-            raise StopRun(stop.received or over.code) from over
+        except StopRun as over:  # out of memory
+            # Asked to stop before, a single rank does not start again. Of several, start_ranks() decides.
+            raise StopRun((self.rank.world_size == 1 and stop.received) or over.code) from over
         self.finish(code, stop)
         return code
 

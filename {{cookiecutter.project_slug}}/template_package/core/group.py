@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .config import LaunchConfig
+from .config import Config, LaunchConfig, to_dict, values_of
 from .launch import (
     DEVICES,
     LISTENER,
@@ -54,6 +55,12 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
             raise ConfigError(f"device_ids: {problem} {remedy}")
         torch.cuda.set_device(rank.device)  # NCCL's collectives use the current one
     if rank.world_size > 1:
+        own = f"{rank.device.type} with torch {torch.__version__}"
+        rank.store.set(f"kind/{rank.rank}", own)
+        kinds = {rank.store.get(f"kind/{other}").decode() for other in range(rank.world_size)}
+        if len(kinds) > 1:  # they would wait for each other in vain
+            problem = f"ranks compute on {' and '.join(sorted(kinds))}"
+            raise ConfigError(f"device_ids: {problem}. Make all alike.")
         is_nccl = launch.backend == "nccl"
         is_nccl |= launch.backend == "auto" and rank.device.type == "cuda"
         dist.init_process_group(
@@ -145,11 +152,13 @@ class StopRequest:
     def _receive(self, number: int, _: object) -> None:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait for the step
-        if self._is_alone:
-            print(
-                "\nasked to stop: saving within a step (Ctrl-C again: at once)", file=sys.__stderr__
-            )
         self.received = 128 + as_stop(number)
+        if self._is_alone:
+            with suppress(OSError):  # the terminal is lost
+                print(
+                    "\nasked to stop: saving within a step (Ctrl-C again: at once)",
+                    file=sys.__stderr__,
+                )
 
     def code(self) -> int:
         """Return 0, or the exit code to stop with: the same on all ranks, which call this alike."""
@@ -177,10 +186,11 @@ class StopRequest:
             self._work.wait()
 
 
-def check_alike(config: dict[str, Any]) -> None:
+def check_alike(config: Config) -> None:
     """Raise ConfigError on all ranks if the settings or the source files of their nodes differ."""
     package = Path(__file__).parents[1]
-    own = {key: value for key, value in config.items() if key not in ("launch", "device_ids")}
+    own = values_of(to_dict(config), type(config))
+    own = {key: own[key] for key in own if not key.startswith(("launch.", "device_ids"))}
     for path in package.rglob("*.py"):
         own[str(path.relative_to(package))] = crc32(path.read_bytes())
     parts = gather_objects(own)
@@ -188,7 +198,8 @@ def check_alike(config: dict[str, Any]) -> None:
     def compare() -> None:
         for number, other in enumerate(parts or []):
             if names := [name for name in own | other if own.get(name) != other.get(name)]:
-                problem = f"{', '.join(names[:5])} differ between nodes. Make them alike."
+                lines = [f"{name}: {own.get(name)} -> {other.get(name)}" for name in names[:5]]
+                problem = f"{'; '.join(lines)}. Make both alike."
                 raise ConfigError(f"rank {number} would not train what rank 0 does: {problem}")
 
     from_main(compare)

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError, one_line
 from ..files import run_directory
 from .processes import STOP_SIGNALS
-from .settings import CommandLine, parse_device_ids
+from .settings import SETTINGS, CommandLine, parse_device_ids
 
 GIB = 2**30
 MASK = "CUDA_VISIBLE_DEVICES"
+DONE = 64
+"""Exit code of a rank of start_ranks() that has done its work. 0 may be an os._exit(0) in anybody's code."""
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was asked to stop, and has saved if it had time to."""
 OUT_OF_MEMORY = 75
@@ -78,9 +80,10 @@ def choose_devices(line: CommandLine, num_ranks: int = 0) -> Devices:
         number = num_ranks if wanted == "auto" else int(wanted.removeprefix("auto:"))
         needed, seconds = number or 1, 60 * number_of(line, "launch.wait_minutes", 0.0)
         begun, chosen = time.monotonic(), _free(gpus, line, number)
-        while len(chosen) < needed <= len(gpus) and time.monotonic() < begun + seconds:
+        if seconds and len(chosen) < needed <= len(gpus):
             print(f"device_ids={wanted}: waiting for {needed} of {len(gpus)} GPUs", flush=True)
-            time.sleep(min(seconds, 60))
+        while len(chosen) < needed <= len(gpus) and time.monotonic() < begun + seconds:
+            time.sleep(min(seconds, 5))
             gpus = find_gpus(os.environ)
             chosen = _free(gpus, line, number)
         found = f"found {len(chosen)} of {len(gpus)} GPUs that others leave free"
@@ -117,7 +120,7 @@ def _free(gpus: Sequence[Gpu], line: CommandLine, number: int) -> list[Gpu]:
     """
     least = number_of(line, "launch.min_free_memory_gib", 2.0)
     gpus = [gpu for gpu in gpus if gpu.free_memory >= least * GIB]
-    is_shared = line.get("launch.share_gpus", "false").lower() == "true"
+    is_shared = line.get("launch.share_gpus", "false").lower() in "true yes on t y 1".split()
     if not is_shared:
         gpus = [gpu for gpu in gpus if gpu.users <= {_owner(os.getpid())}]
     chosen: list[Gpu] = []
@@ -208,8 +211,11 @@ def _owner(pid: int) -> str:
     return "a process that cannot be seen"
 
 
-def start_ranks(devices: Devices, line: CommandLine) -> int:
-    """Run this command once per device. The first failure ends all ranks. Return the exit code."""
+def start_ranks(devices: Devices, line: CommandLine, asked: list[int] | None = None) -> int:
+    """Run this command once per device. The first failure ends all ranks. Return the exit code.
+
+    `asked` holds the stop signals of an earlier start, and gets those of this one.
+    """
     # Rank 0 takes over this socket for the store, so nobody else can take its port meanwhile.
     listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
     failures, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -222,9 +228,10 @@ def start_ranks(devices: Devices, line: CommandLine) -> int:
         FAILURES: str(sender.fileno()),
         LISTENER: str(listener.fileno()),
         DEVICES: json.dumps(devices.names),
+        SETTINGS: json.dumps(line.settings),
         MASK: devices.visible,
     }
-    asked: list[int] = []
+    asked = [] if asked is None else asked
     heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     # Ctrl-C and a lost terminal reach all processes, and this one decides: ranks start with them ignored.
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -274,7 +281,7 @@ def _watch(ranks: Sequence["Popen[bytes]"], asked: list[int]) -> None:
     codes: list[int | None] = [None]
     while None in codes:
         codes = [rank.poll() for rank in ranks]
-        if not {*codes} <= {None, 0, *STOPPED, *ENDED_EARLY}:
+        if not {*codes} <= {None, DONE, *STOPPED, *ENDED_EARLY}:
             time.sleep(0.2)  # ranks that fell together: judge by all
             return
         if signal.SIGINT in asked[1:]:
@@ -296,12 +303,12 @@ def _judge(
     codes: Sequence[int | None], asked: Sequence[int], failures: socket.socket, line: CommandLine
 ) -> int:
     """Print why a rank failed, once. Return the exit code."""
-    fine = (0, *STOPPED, *ENDED_EARLY, None)
+    fine = (DONE, *STOPPED, *ENDED_EARLY, None)
     failed = {rank: code for rank, code in enumerate(codes) if code not in fine}
     if OUT_OF_MEMORY in codes:  # the others' ends follow from it
         return 128 + as_stop(asked[0]) if asked else OUT_OF_MEMORY
     if {*codes} & {*ENDED_EARLY} or (asked and not failed):  # others may have lost a peer by then
-        is_late = all(code == 0 for code in codes)
+        is_late = all(code == DONE for code in codes)
         return 0 if is_late else 128 + as_stop([*asked, signal.SIGTERM][0])
     if not failed:
         return 0

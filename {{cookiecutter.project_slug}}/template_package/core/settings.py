@@ -3,6 +3,7 @@
 This file imports neither torch nor your files, so the process that starts the ranks is ready at once.
 """
 
+import json
 import os
 import re
 from argparse import ArgumentParser
@@ -25,6 +26,7 @@ COMMANDS = {
 """{command: help}. The text behind a command's name says what else it takes, besides settings."""
 IN_FULL = ("doctor", "benchmark", "sweep", "report")
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
+SETTINGS = "DDP_SETTINGS"  # an environment variable of ranks
 Settings = dict[str, Any]
 """Nested dicts, such as {"training": {"epochs": "3"}}. Numbers are still text."""
 
@@ -39,7 +41,12 @@ class CommandLine:
 
     @cached_property
     def settings(self) -> Settings:
-        """What the lab's file sets and then, stronger, the other files and the words."""
+        """What the lab's file sets and then, stronger, the other files and the words.
+
+        A rank of start_ranks() is handed them: the files may have changed since.
+        """
+        if handed := os.environ.get(SETTINGS):
+            return dict(json.loads(handed))
         settings = lab_settings()
         for path in self.config_paths or [self.default_config]:
             merge(settings, read_file(path))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files import RUNS_FOLDER
+from .settings import SETTINGS
 
 FOLDER = Path(".smoke")
 LOG = FOLDER / "log.txt"
@@ -61,7 +62,7 @@ def smoke(words: Sequence[str]) -> int:
 def _run(task: str, arguments: list[str]) -> str:
     """Run run.py with its output in LOG. Return "", or its last lines if it failed."""
     print(f"smoke test: {task} …", flush=True)
-    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", SETTINGS}
     environment = {key: value for key, value in os.environ.items() if key not in hidden}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "DDP_POLICY": "off"}
     environment[RUNS_FOLDER] = str(FOLDER / "runs")

@@ -188,6 +188,7 @@ def test_auto_leaves_other_users_gpus_alone_but_not_ones_own() -> None:
         nvml.processes = {0: [os.getpid(), pid], 1: [os.getpid()], 2: [2**22 + 1]}
         assert chosen("auto", nvml) == [1, 3]
         assert chosen("auto:2", nvml, share_gpus=True) == [0, 2]
+        assert chosen("auto:2", nvml, share_gpus="yes") == [0, 2]
         assert chosen([0, 2], nvml) == [0, 2]  # who names them means them
         assert "found 2 of 4" in refusal("auto:3", nvml)
 

@@ -143,6 +143,12 @@ def test_stray_exit_in_user_code_is_a_failure(project: Project, fault: str, word
         assert not (project.directory(name) / "summary.json").exists()
 
 
+def test_end_of_all_ranks_by_user_code_is_no_success(project: Project) -> None:
+    project.append("model.py", "fail = lambda _: os._exit(0)\nFAULTS['fail'] = fail")
+    project.edit("model.py", "rank() == config.fault_rank", "True")
+    project.run("device_ids=cpu,cpu", "model.fault=fail", code=1)
+
+
 def test_memory_that_runs_out_under_a_launcher_is_told(project: Project) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     output = project.run("device_ids=cpu,cpu", "model.fault=memory_later", command=torchrun, code=1)

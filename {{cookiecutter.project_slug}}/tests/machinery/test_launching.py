@@ -128,8 +128,12 @@ def test_half_set_environment_is_refused(
 def test_several_nodes_need_a_place_to_meet(project: Project) -> None:
     needed = "launch.nodes=2: needs an address and a port"
     remedy = "Add launch.master_addr=ADDRESS launch.master_port=29500"
-    for words in (["launch.nodes=2"], ["launch.nodes=2", "launch.master_addr=10.0.0.1"]):
-        output = project.run(*words, code=2)
+    for words in (
+        ["launch.nodes=2"],
+        ["launch.nodes=+2"],
+        ["launch.nodes=2", "launch.master_addr=10.0.0.1"],
+    ):
+        output = project.run(*words, code=2).replace("+2", "2")
         assert needed in output and remedy in output
 
 
@@ -189,6 +193,67 @@ def test_rank_whose_neighbour_never_starts_fails_in_time(project: Project) -> No
     assert process.returncode == 1 and "this process failed:" in errors
 
 
+def test_signals_end_a_rank_of_a_launcher_before_it_trains(project: Project) -> None:
+    """A handler in Python would not run while the rank waits for the others: slurm.sbatch sends SIGHUP."""
+    code = "import signal\nfor name in ('SIGINT', 'SIGTERM', 'SIGHUP', 'SIGUSR1'):\n"
+    code += "    assert signal.getsignal(getattr(signal, name)) == signal.SIG_DFL"
+    project.append("dataset.py", code)
+    alone = rank(0, free_port(), WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    process = project.start("training.max_steps=1", **alone)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+def test_ranks_with_other_versions_of_torch_are_refused_before_they_join(project: Project) -> None:
+    code = "import os\nif os.environ['RANK'] == '1':\n    torch.__version__ = '9.9'"
+    project.append("model.py", code)
+    port = free_port()
+    ranks = [project.start("device_ids=cpu,cpu", **rank(number, port)) for number in (0, 1)]
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert 2 in [process.returncode for process in ranks]
+    assert "with torch 9.9. Make all alike." in "".join(errors), errors
+
+
+def test_ranks_are_handed_the_settings_of_the_start(project: Project) -> None:
+    """Memory runs out, and the ranks start again, after somebody has prepared config.yaml for another run."""
+    code = """
+def prepare_another_run(error):
+    path = Path(__file__).parents[1] / "config.yaml"
+    path.write_text(path.read_text().replace("name: run", "name: another"))
+    raise torch.OutOfMemoryError("the fault that the test asked for")
+
+
+run_out_of_memory = prepare_another_run
+"""
+    project.append("model.py", code)
+    output = project.run("device_ids=cpu,cpu", "model.fault=memory_later")
+    assert "starting again" in output and not project.directory("another").exists()
+    assert project.json("run", "summary.json")["status"] == "complete"
+
+
+def test_rank_of_srun_ends_soon_after_another_has_failed(project: Project) -> None:
+    """srun does not end the others. One that computes meets no collective that would tell it."""
+    code = """
+def wait_or_fail(module):
+    if rank() == 1:
+        raise ArithmeticError
+    time.sleep(100)
+
+
+FAULTS["wait_or_fail"] = wait_or_fail
+"""
+    project.append("model.py", code)
+    project.edit("model.py", "rank() == config.fault_rank", "True")
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    words = ("device_ids=cpu,cpu", f"launch.master_port={free_port()}", "model.fault=wait_or_fail")
+    ranks = [
+        project.start(*words, **task, SLURM_PROCID=number, SLURM_LOCALID=number) for number in "01"
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in reversed(ranks)]
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert "ArithmeticError" in errors[0]
+
+
 def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
     port = free_port()
     ranks = [
@@ -197,7 +262,9 @@ def test_ranks_with_unequal_configs_are_refused(project: Project) -> None:
     ]
     errors = [process.communicate(timeout=60)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
-    words = "error: rank 1 would not train what rank 0 does: training differ between nodes"
+    words = (
+        "error: rank 1 would not train what rank 0 does: training.epochs: 3 -> 4. Make both alike."
+    )
     assert any(words in text for text in errors), errors
 
 

@@ -205,8 +205,11 @@ def test_ctrl_c_saves_and_one_after_another_signal_does_not_wait(project: Projec
         assert time.monotonic() - sent[0] < LIMIT_SECONDS
 
 
-def test_ctrl_c_that_ends_the_reader_of_the_console_too_saves(project: Project) -> None:
-    process = project.start("device_ids=cpu,cpu", "model.seconds_per_step=0.05")
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_ctrl_c_that_ends_the_reader_of_the_console_too_saves(
+    project: Project, devices: str
+) -> None:
+    process = project.start(f"device_ids={devices}", "model.seconds_per_step=0.05")
     while num_lines(project) < 2:
         assert process.poll() is None
         time.sleep(0.02)
@@ -248,6 +251,29 @@ def test_only_rank_that_is_asked_in_the_step_in_which_memory_runs_out_does_not_b
     assert process.returncode == 143 and "trying 8" in output and "starting again" not in output, (
         output
     )
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_signal_between_two_starts_after_memory_ran_out_is_heeded(
+    project: Project, devices: str
+) -> None:
+    project.edit("dataset.py", "def build_datasets(config: DataConfig)", WAITING)
+    words = ("model.fault=memory_later", "model.fault_rank=0", "launch.timeout_minutes=0.1")
+    process = project.start(f"device_ids={devices}", *words)
+    assert process.stderr is not None
+    while "starting again" not in (line := process.stderr.readline()):
+        assert line, process.wait()
+    if devices == "cpu":
+        time.sleep(0.5)  # the second start builds its data
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=LIMIT_SECONDS) == 143
+
+
+def test_watch_of_the_first_start_does_not_end_the_second(project: Project) -> None:
+    project.edit("dataset.py", "def build_datasets(config: DataConfig)", WAITING)
+    project.edit("dataset.py", "    time.sleep(2.0)\n", "    time.sleep(8.0)\n")
+    words = ("model.fault=memory_later", "model.fault_rank=0", "launch.timeout_minutes=0.1")
+    assert "starting again" in project.run(*words)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
     arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
     """
     from template_package.commands import parse_command_line
-    from template_package.core.launch import choose_devices, start_ranks
+    from template_package.core.launch import DONE, choose_devices, start_ranks
 
     from run import run_fn
 
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
         run_fn(place.rank, place.world_size, line.load_config(), place, line) for line in lines
     ]
     leave()
-    return max(codes)
+    return max(codes) or DONE * ("RANK" in os.environ)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,8 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
 def check_gloo(machine: Machine) -> Iterator[Finding]:
     """Run an all-reduce between two CPU ranks over gloo. GPU ranks also need gloo, to exchange Python objects."""
     if machine.config is not None:
-        yield _all_reduce("gloo", Devices(["cpu", "cpu"]), machine.line)
+        words = [*machine.line.words, "launch.backend=gloo"]
+        yield _all_reduce("gloo", Devices(["cpu", "cpu"]), replace(machine.line, words=words))
 
 
 def check_gpu_link(machine: Machine) -> Iterator[Finding]:
