@@ -38,7 +38,11 @@ try:
         settle_process,
     )
     from template_package.errors import ConfigError, StopRun
-    from template_package.launchers import adopt, become_torchrun, watch_others
+    from template_package.launchers import (
+        adopt,
+        become_torchrun,
+        watch_others,
+    )
 except (ModuleNotFoundError, AttributeError) as missing:
     text = f"{sys.executable}: {missing}. Activate this project's environment, or type: python -m pip install "
     text += "-c constraints.txt -e ."
