@@ -8,28 +8,7 @@ from pathlib import Path
 from post_gen_project import take_small_files
 
 PROJECT = Path(__file__).resolve().parents[1] / "{{cookiecutter.project_slug}}"
-ADDED_TO_CONFTEST = '''
-
-class Session:  # noqa: F811
-    """Runs each command in a process of its own: the full project's session imports what a small one lacks."""
-
-    def __init__(self, folder: Path, output: Path) -> None:
-        pass
-
-    def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
-        process = subprocess.run(
-            [sys.executable, f"{script}.py", *words],
-            cwd=folder,
-            env=clean_environment() | {"PYTHONIOENCODING": "utf-8"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_SECONDS,
-        )
-        return process.returncode, process.stdout.decode(errors="replace")
-
-    def close(self) -> None:
-        pass
-
+ADDED_TO_CONFTEST = """
 
 def run_in_small(self: Project, *words: str, **options: Any) -> str:
     own = (word for word in words if not word.startswith(ONLY_IN_FULL))
@@ -39,7 +18,7 @@ def run_in_small(self: Project, *words: str, **options: Any) -> str:
 ONLY_IN_FULL = ("training.ema_decay=", "training.check_replicas_every_steps=")
 run_in_full, Project.run = Project.run, run_in_small
 Project.run_many = lambda self, cases: [self.run(f"name={name}", *cases[name]) for name in cases]
-'''
+"""
 
 
 def make_small_project(folder: Path) -> Path:
