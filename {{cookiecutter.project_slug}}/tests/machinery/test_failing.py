@@ -129,18 +129,20 @@ def test_one_rank_that_hangs_ends_too(project: Project) -> None:
         ("exit_0", "SystemExit: 0"),
         ("exit_75", "SystemExit: 75"),  # of a rank of ours whose memory was too small
         ("exit_143", "SystemExit: 143"),  # of a rank that was asked to stop
-        ("vanish", "rank 0 ("),  # which loses its connection
     ],
 )
 def test_stray_exit_in_user_code_is_a_failure(project: Project, fault: str, words: str) -> None:
     output = project.run("device_ids=cpu,cpu", f"model.fault={fault}", code=1)
     assert words in output and output.count(") failed:\n") == 1
-    if fault != "vanish":
-        assert words in project.run(
-            "name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1
-        )
-    for name in ("run", "alone")[: 1 + (fault != "vanish")]:
+    alone = project.run("name=alone", f"model.fault={fault}", "model.fault_rank=0", code=1)
+    assert words in alone
+    for name in ("run", "alone"):
         assert not (project.directory(name) / "summary.json").exists()
+
+
+def test_rank_that_is_gone_is_told_before_those_that_lost_it(project: Project) -> None:
+    output = project.run("device_ids=cpu,cpu", "model.fault=vanish", code=1)
+    assert "rank 1 failed: it ended without a word" in output and ") failed:\n" not in output
 
 
 def test_end_of_all_ranks_by_user_code_is_no_success(project: Project) -> None:
