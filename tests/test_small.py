@@ -103,7 +103,7 @@ def test_nodes_of_a_small_run_that_would_train_something_else_are_refused(
         )
     told = "".join(rank.communicate(timeout=100)[1] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [2, 2], told
-    assert told.count("rank 1 would not train what rank 0 does: seed differ") == 1, told
+    assert told.count("rank 1 would not train what rank 0 does: seed: 1 -> 2") == 1, told
 
 
 @pytest.mark.parametrize("ends", [("exit 143", "exit 143"), ("kill -TERM $$", "exit 1")])
