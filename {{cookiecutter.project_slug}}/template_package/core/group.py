@@ -55,17 +55,18 @@ def join(line: CommandLine, launch: LaunchConfig, devices: Devices | None) -> Ra
             raise ConfigError(f"device_ids: {problem} {remedy}")
         torch.cuda.set_device(rank.device)  # NCCL's collectives use the current one
     if rank.world_size > 1:
-        own = f"{rank.device.type} with torch {torch.__version__}"
-        rank.store.set(f"kind/{rank.rank}", own)
-        kinds = {rank.store.get(f"kind/{other}").decode() for other in range(rank.world_size)}
-        if len(kinds) > 1:  # they would wait for each other in vain
-            problem = f"ranks compute on {' and '.join(sorted(kinds))}"
-            raise ConfigError(f"device_ids: {problem}. Make all alike.")
+        store, own = rank.store, f"{rank.device.type} with torch {torch.__version__}"
+        store.set(f"kind/{rank.rank}", own)
+        if rank.is_main:
+            kinds = {store.get(f"kind/{other}").decode() for other in range(rank.world_size)}
+            store.set("kinds", " and ".join(sorted(kinds)))
+        if (found := store.get("kinds").decode()) != own:  # they would wait for each other in vain
+            raise ConfigError(f"device_ids: ranks compute on {found}. Make all alike.")
         is_nccl = launch.backend == "nccl"
         is_nccl |= launch.backend == "auto" and rank.device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if is_nccl else "gloo",  # gloo carries objects and the stop
-            store=dist.PrefixStore("group", rank.store),
+            store=dist.PrefixStore("group", store),
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timedelta(minutes=2 * launch.timeout_minutes),  # a hang is told before

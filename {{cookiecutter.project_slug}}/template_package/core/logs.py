@@ -78,7 +78,7 @@ class Tracking:
         total_steps: int,
         is_evaluation_pending: bool,
     ) -> None:
-        self.directory, self.is_main, self._total_steps = directory, rank.is_main, total_steps
+        self.directory, self.is_main = directory, rank.is_main
         self._trackers: dict[str, Any] = {}
         is_hidden = {"auto": None, True: False, False: True}[config.logging.progress_bar]
         tqdm.monitor_interval = 0  # no thread that might hold a lock while a worker is forked

@@ -100,9 +100,10 @@ def main(line: CommandLine) -> int:
     devices = choose_devices(line)  # keeps the GPUs locked
     device_ids = devices.names
     if devices.visible:
-        index_of = {gpu.uuid or str(gpu.index): gpu.index for gpu in find_gpus(os.environ)}
-        visible = devices.visible.split(",")
-        device_ids = [str(index_of[visible[int(name[5:])]]) for name in devices.names]
+        index_of = {gpu.uuid: gpu.index for gpu in find_gpus(os.environ)}
+        visible = enumerate(devices.visible.split(","))  # without NVML, torch's numbers are the ids
+        index_of_name = {f"cuda:{i}": index_of.get(entry, i) for i, entry in visible}
+        device_ids = [str(index_of_name[name]) for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
     options = vars(config)["benchmark"]
