@@ -69,6 +69,10 @@ SMALL_KEEPS = {
     "scripts": ["multi_node.sh", "torchrun.sh", "update_from_template.sh"],
     "template_package": [
         "__init__.py",
+        "commands/__init__.py",
+        "commands/evaluate.py",
+        "commands/predict.py",
+        "commands/smoke.py",
         "core/*.py",
         "dataset.py",
         "errors.py",
@@ -81,6 +85,12 @@ SMALL_KEEPS = {
     "tests": ["test_dataset.py", "test_model.py", "workload/dataset.py", "workload/model.py"],
 }
 """{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
+EXTRAS = {
+    "doctor": ["commands/doctor/*"],
+    "report": ["commands/report/*"],
+    "sweep": ["commands/sweep/*", "commands/common.py"],
+}
+"""{command: patterns of its files in the package}. With size=small a project has those that `_extras` names."""
 NOT_IN_SMALL = {"test_sentences.py"}
 """Files of an example, and keys that it sets, which a project of size=small does not have."""
 
@@ -108,6 +118,8 @@ def main() -> int:
 
 def shape_project(project: Path, answers: Mapping[str, str]) -> None:
     """Keep only the chosen files, set the chosen values, and rename the package."""
+    extras = extras_of(answers)
+    answers = {**answers, "_extras": ",".join(extras)}
     config, pyproject = project / "config.yaml", project / "pyproject.toml"
     for path in (*paths_not_chosen(answers), "tests/machinery"):
         if path.startswith("config.yaml:"):
@@ -120,7 +132,7 @@ def shape_project(project: Path, answers: Mapping[str, str]) -> None:
         else:
             (project / path).unlink()
     if answers["size"] == "small":
-        take_small_files(project)
+        take_small_files(project, extras)
     text = config.read_text(encoding="utf-8")
     text = install_example(
         project, answers["example"], text, NOT_IN_SMALL if answers["size"] == "small" else ()
@@ -157,9 +169,23 @@ def paths_not_chosen(answers: Mapping[str, str]) -> list[str]:
     return sorted(all_paths - chosen)
 
 
-def take_small_files(project: Path) -> None:
+def extras_of(answers: Mapping[str, str]) -> list[str]:
+    """Return the commands besides those of the core that the project has."""
+    if answers["size"] == "full":
+        return [*EXTRAS]
+    chosen = set(filter(None, answers.get("_extras", "").split(",")))
+    return sorted(
+        chosen | ({"report"} if "sweep" in chosen else set())
+    )  # it reads runs as report does
+
+
+def take_small_files(project: Path, extras: Collection[str] = ()) -> None:
     """Remove the files that only size=full has, and move those of small/ to their places."""
-    for folder, patterns in SMALL_KEEPS.items():
+    keeps = {folder: [*patterns] for folder, patterns in SMALL_KEEPS.items()}
+    for name in extras:
+        keeps["template_package"] += EXTRAS[name]
+        keeps["tests"].append(f"test_command_{name}.py")
+    for folder, patterns in keeps.items():
         kept = {path for pattern in patterns for path in (project / folder).glob(pattern)}
         # files before the folders that hold them
         for path in sorted((project / folder).rglob("*"), reverse=True):
@@ -274,7 +300,7 @@ def keep_chosen_lines(text: str, answers: Mapping[str, str]) -> str | None:
             raise ValueError(
                 f"{line.strip()!r} must end in `# only with QUESTION=ANSWER`, with a question of cookiecutter.json"
             )
-        is_chosen = not mark or answers[question] in (answer, "all")
+        is_chosen = not mark or bool({answer, "all"} & {*answers[question].split(",")})
         if mark and not before.strip():
             if not is_chosen:
                 return None
@@ -311,6 +337,8 @@ def write_origin(project: Path, answers: Mapping[str, str]) -> None:
         url = None
     url = url and re.sub(r"^(https?://)[^/]*@", r"\1", url)  # without name and password
     asked = {key: value for key, value in answers.items() if key[0] != "_" and key != "smoke_test"}
+    if answers.get("_extras"):
+        asked["_extras"] = answers["_extras"]
     origin = {
         "template": answers.get("_home") or url,
         "version": answers["_version"],

@@ -23,6 +23,7 @@ from pathlib import Path
 RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
 
+EXTRAS = {"doctor", "report", "sweep"}
 FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
     f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)
@@ -72,6 +73,11 @@ def find_problems(answers: Mapping[str, str]) -> dict[str, str]:
     if answers["extra_strategies"] != "none" and answers["size"] != "full":
         problems["extra_strategies"] = (
             "it needs the full size. Use extra_strategies=none, or add size=full"
+        )
+    unknown = {*filter(None, answers.get("_extras", "").split(","))} - EXTRAS
+    if unknown:
+        problems["_extras"] = (
+            f"there is no {', '.join(sorted(unknown))}. Use _extras={','.join(sorted(EXTRAS))}, or some of them"
         )
     if "tools" in answers:
         remedy = f"Use size={size_of_tools(answers['tools'])}"

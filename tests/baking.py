@@ -41,7 +41,8 @@ ONLY_WITH = {
 """{pattern of file names: (question, answer) pairs, one of which a project needs to hold such a file}"""
 IN_BOTH_SIZES = re.compile(
     r"[^/]+|\.\w+/.+"  # the files of the top folder, and those for CI, containers and editors
-    r"|template_package/(__init__|dataset|errors|files|lab|model|policy|(core|tracking)/\w+)\.py"
+    r"|template_package/(__init__|dataset|errors|files|lab|model|policy|(core|tracking)/\w+"
+    r"|commands/(__init__|evaluate|predict|smoke))\.py"
     r"|scripts/(multi_node|torchrun|update_from_template)\.sh"
     r"|tests/(test_|workload/)(dataset|model)\.py"
 )

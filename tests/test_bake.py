@@ -62,6 +62,7 @@ def test_project_holds_exactly_what_was_chosen(
     template: Path, tmp_path: Path, answers: dict[str, str]
 ) -> None:
     chosen = default_answers() | answers
+    chosen["_extras"] = "all" if chosen["size"] == "full" else "none"
     project = bake(template, tmp_path, **answers)
     files = files_of(project)
     assert set(files) == expected_files(template, chosen)
@@ -121,7 +122,7 @@ def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
     assert {path.name for path in without.iterdir()} == names - {*furniture.split()}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {
-        *"__init__.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()
+        *"__init__.py common.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()
     }
     extras = {path.name for path in (project / "ddp_experiment" / "extras").iterdir()}
     assert extras == {"__init__.py", "other_words.py", "other_words.yaml", "stream.py"}
@@ -156,8 +157,10 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
     core = (
         "__init__ checkpoint checks config data evaluation global_batch group launch logs optimizer"
     )
-    core += " processes random_states ranks settings smoke strategies task"
+    core += " processes random_states ranks settings strategies task"
     shared |= {f"ddp_experiment/core/{name}.py" for name in core.split()}
+    commands = "__init__ evaluate predict smoke"
+    shared |= {f"ddp_experiment/commands/{name}.py" for name in commands.split()}
     shared |= {f"tests/{name}.py" for name in ("test_dataset", "test_model")}
     shared |= {f"tests/workload/{name}.py" for name in ("dataset", "model")}
     names = {
@@ -173,6 +176,38 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
         <= names
     )
     assert {"run.py", "config.yaml", "README.md", "template_package/trainer.py"} <= own
+
+
+@pytest.mark.parametrize("extras", ["doctor", "report", "sweep", "doctor,report,sweep"])
+def test_small_project_with_commands_of_the_full_one(
+    template: Path, tmp_path: Path, extras: str
+) -> None:
+    small, full = (bake(template, tmp_path / size, size=size) for size in ("small", "full"))
+    project = bake(template, tmp_path / "with", size="small", _extras=extras)
+    chosen = {*extras.split(","), *(["report"] if "sweep" in extras else [])}
+    before, after = files_of(small), files_of(project)
+    new = {name for name in after if name not in before}
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed - {"pyproject.toml"} == {".template.json"}
+    assert ("pyproject.toml" in changed) == ("report" in chosen)
+    assert all(after[name] == files_of(full)[name] for name in new)
+    parts = {name.split("/")[2] for name in new if name.startswith("ddp_experiment/commands/")}
+    assert parts == chosen | ({"common.py"} if "sweep" in chosen else set())
+    assert {name for name in new if not name.startswith("ddp_experiment/commands/")} == {
+        f"tests/test_command_{name}.py" for name in chosen
+    }
+
+
+@pytest.mark.slow
+def test_commands_alone_pass_their_tests(template: Path, tmp_path: Path) -> None:
+    project = bake(template, tmp_path, size="small", _extras="doctor,sweep")
+    tests = [f"tests/test_command_{name}.py" for name in ("doctor", "report", "sweep")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    run = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8", check=False)
+    assert run.returncode == 0, run.stdout
+    mypy = [sys.executable, "-m", "mypy", "ddp_experiment", "run.py"]
+    run = subprocess.run(mypy, cwd=project, capture_output=True, encoding="utf-8", check=False)
+    assert run.returncode == 0, run.stdout
 
 
 def test_new_file_of_the_full_size_is_not_in_a_small_project(

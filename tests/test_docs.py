@@ -80,10 +80,13 @@ def test_key_reference_is_what_the_config_says() -> None:
 
 def test_words_of_other_tools_are_keys_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / PROJECT))
-    commands = import_module("template_package.commands")
+    reader, run = import_module("template_package.core.settings"), import_module("run")
 
     def load_config(config: Path, words: list[str]) -> None:
-        commands.parse_command_line(words, config).load_config()
+        try:
+            reader.read_command_line(words, config).load_config()
+        except ValueError as error:
+            raise ValueError(run.in_our_words(error)) from None
 
     config, num_settings = ROOT / PROJECT / "config.yaml", 0
     for row in re.findall(

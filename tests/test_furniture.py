@@ -92,9 +92,9 @@ def test_editor_starts_one_rank_and_two(project: Path) -> None:
     assert [item["id"] for item in launch["inputs"]] == ["name"]
     code = """import json, sys
 from pathlib import Path
-from net.commands import parse_command_line
+from net.core.settings import read_command_line
 for words in json.loads(sys.argv[1]):
-    config = parse_command_line(words, default_config=Path("config.yaml")).load_config()
+    config = read_command_line(words, default_config=Path("config.yaml")).load_config()
     print(config.name, config.device_ids, config.loader.num_workers)"""
     output = run_as_actions_do(f"python -c '{code}' '{json.dumps(given)}'", project).stdout
     assert output == "debug ['cpu'] 0\ndebug ['cpu', 'cpu'] 0\n"

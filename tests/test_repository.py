@@ -11,6 +11,7 @@ import fork_requirements
 import pytest
 
 from baking import CHOICES, CONDITION, EXAMPLES, PROJECT, QUESTIONS, ROOT, files_of
+from post_gen_project import EXTRAS
 
 pytestmark = pytest.mark.fork
 FILES_OF_EXAMPLE = (
@@ -94,7 +95,9 @@ def test_every_condition_names_an_answer(template: Path) -> None:
                 num_conditions += 1
                 if not (found := CONDITION.search(line)):
                     problems.append(f"{name}: `{line.decode()}` must end in QUESTION=ANSWER")
-                elif found[3].decode() not in CHOICES.get(found[2].decode(), []):
+                elif found[3].decode() not in {**CHOICES, "_extras": EXTRAS}.get(
+                    found[2].decode(), []
+                ):
                     question, answer = found[2].decode(), found[3].decode()
                     problems.append(f"{name}: cookiecutter.json offers no {question}={answer}")
     assert not problems, "\n".join(problems)

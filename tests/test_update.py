@@ -218,6 +218,31 @@ def test_small_project_becomes_a_full_one(repository: Path, tmp_path: Path) -> N
     assert files_beside_git(project) == full | {"net/model.py": b"MINE = True\n"}
 
 
+def test_small_project_gets_a_command_alone_and_keeps_it(repository: Path, tmp_path: Path) -> None:
+    project = bake(repository, tmp_path / "work", **ANSWERS, size="small")
+    edit(project / "net" / "trainer.py", '"""', '# mine\n"""')
+    commit(project)
+    code, output = update(project, str(repository), "extras=sweep")
+    assert code == 0, output
+    expected = files_of(
+        bake(repository, tmp_path / "with", **ANSWERS, size="small", _extras="sweep")
+    )
+    expected["net/trainer.py"] = expected["net/trainer.py"].replace(b'"""', b'# mine\n"""', 1)
+    assert files_beside_git(project) == expected
+    commit(project)
+    sweep = repository / PROJECT / "template_package" / "commands" / "sweep" / "__init__.py"
+    edit(sweep, '"""', '# new\n"""')
+    commit(repository)
+    code, output = update(project, str(repository))  # an update brings what has changed in it
+    assert code == 0, output
+    text = (project / "net" / "commands" / "sweep" / "__init__.py").read_text(encoding="utf-8")
+    assert text.startswith("# new\n")
+    commit(project)
+    code, output = update(project, str(repository), "extras=")
+    assert code == 0, output
+    assert not (project / "net" / "commands" / "sweep").exists()
+
+
 def test_change_of_a_renamed_file_is_told(repository: Path, tmp_path: Path) -> None:
     project = bake(repository, tmp_path / "work", **ANSWERS)
     (project / "net" / "files.py").rename(project / "net" / "writing.py")

@@ -8,6 +8,7 @@ python run.py evaluate                          evaluates the best checkpoint of
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import sys
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 try:
-    from template_package.commands import CommandLine, parse_command_line
     from template_package.core.launch import (
         DONE,
         OUT_OF_MEMORY,
@@ -37,12 +37,14 @@ try:
         end_process,
         settle_process,
     )
-    from template_package.errors import ConfigError, StopRun
+    from template_package.core.settings import CommandLine, read_command_line
+    from template_package.errors import ConfigError, StopRun, one_line
     from template_package.launchers import (
         adopt,
         become_torchrun,
         watch_others,
     )
+    from template_package.optional_files import available_files
 except (ModuleNotFoundError, AttributeError) as missing:
     text = f"{sys.executable}: {missing}. Activate this project's environment, or type: python -m pip install "
     text += "-c constraints.txt -e ."
@@ -61,7 +63,6 @@ ON_RANKS = ("train", "evaluate", "predict")
 
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
-    from template_package.commands import write_report
     from template_package.core.checkpoint import run_lock
     from template_package.core.group import StopRequest
     from template_package.core.logs import rank_log
@@ -73,17 +74,17 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
     command: Any = None
     if line.command != "train":
         command = import_module(f"template_package.commands.{line.command}")
-    if line.command == "doctor":
-        command.sum_of_ones(place)
+    if line.command not in ON_RANKS:  # doctor starts ranks, too
+        command.on_rank(place)
         return 0
     if command is not None:
-        command.check(line, config, task)  # before anything is written
+        path = command.check(config, task)  # before anything is written
     with rank_log(directory, place) as log:
         console = log if world_size > 1 else sys.__stderr__
         stop = StopRequest(place, config.launch.timeout_minutes, console)
         try:
             if command is not None:
-                command.work(line, config, place, directory, task, stop)
+                command.work(path, line, config, place, task, stop)
                 code = 0
             else:
                 with run_lock(directory):
@@ -99,9 +100,9 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
 def main(arguments: list[str]) -> int:
     """Return 0 on success, 2 for a user's mistake, 130 or 143 if stopped, 1 if a rank failed."""
     try:
-        line = parse_command_line(arguments, Path(__file__).with_name("config.yaml"))
+        line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
         if line.command not in ON_RANKS and PARENT not in os.environ:
-            return line.run()
+            return int(import_module(f"template_package.commands.{line.command}").main(line))
         if adopt(line):  # a launcher has started this rank
             return run_rank(line, None)
         if number_of(line, "launch.nodes", 1) > 1:
@@ -126,8 +127,27 @@ def main(arguments: list[str]) -> int:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt + 1)
         return code
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_our_words(error)}", file=sys.stderr)
         return error.exit_code
+
+
+def in_our_words(error: ConfigError) -> str:
+    """Return its text. The extra other_words answers another tool's words with this project's."""
+    if "other_words" not in available_files("extras"):
+        return str(error)
+    from template_package.extras.other_words import translate
+
+    return "\n".join(map(translate, str(error).splitlines()))
+
+
+def write_report(directory: Path) -> None:
+    """Write the run's report.html, if the project has the command `report`. If that fails, warn."""
+    if "report" in available_files("commands"):
+        try:
+            report = import_module("template_package.commands.report")
+            report.write_report([directory], directory / "report.html")
+        except Exception as error:
+            logging.getLogger(__name__).warning("warning: no report.html (%s)", one_line(error))
 
 
 def heed_signals() -> None:
@@ -168,7 +188,7 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             distributed.destroy_process_group()
         return code or DONE * (PARENT in os.environ)
     except ConfigError as error:
-        tell_failure(f"error: {error}", error.exit_code, place)
+        tell_failure(f"error: {in_our_words(error)}", error.exit_code, place)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

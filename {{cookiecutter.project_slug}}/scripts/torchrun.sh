@@ -36,22 +36,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from template_package.core.launch import choose_devices
+from template_package.core.settings import read_command_line
 from template_package.errors import ConfigError
 
 try:
     with redirect_stdout(sys.stderr):  # also what --help and imports of model.py print
-        config = Path(sys.argv[1], "config.yaml")
-        if Path(sys.argv[1], "template_package", "config.py").exists():  # size=full
-            from template_package.commands import parse_command_line
-
-            line = parse_command_line(sys.argv[2:], config)
-            line.load_config()  # a mistake is told once, not by each rank
-        else:
-            from template_package.core.config import Config, build_config
-            from template_package.core.settings import read_command_line
-
-            line = read_command_line(sys.argv[2:], config)
-            build_config(line, Config)
+        line = read_command_line(sys.argv[2:], Path(sys.argv[1], "config.yaml"))
+        line.load_config()  # a mistake is told once, not by each rank
         devices = choose_devices(line)
 except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)

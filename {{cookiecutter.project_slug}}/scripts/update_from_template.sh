@@ -5,6 +5,7 @@
 #   scripts/update_from_template.sh PATH_OR_URL              from another place, such as a clone on this machine
 #   scripts/update_from_template.sh PATH_OR_URL v1.2.0       up to this tag, branch or commit
 #   scripts/update_from_template.sh size=full                with another answer to a question; may follow the words above
+#   scripts/update_from_template.sh extras=report,doctor     the commands report, sweep or doctor alone, in a project of size=small
 #   scripts/update_from_template.sh --check [PATH_OR_URL] FOLDER …     changes nothing: which version each of these projects
 #                                                            has, which the template has, and the files of an update
 #
@@ -39,6 +40,8 @@ import sys
 work, *words = sys.argv[1:]
 questions, old = (json.load(open(path, encoding="utf-8")) for path in (f"{work}/template/cookiecutter.json", ".template.json"))
 changes = dict(word.split("=", 1) for word in words)
+if "extras" in changes:  # of a private variable, which cookiecutter does not ask for
+    changes["_extras"] = changes.pop("extras")
 unknown = [name for name in changes if name not in questions]
 if unknown:
     sys.exit(f"error: {unknown[0]} is not a question of the template")

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,11 @@ if TYPE_CHECKING:  # the process that starts the ranks does not import torch
     from template_package.core.ranks import Rank
 
 STARTED_AT = time.time()
+ON_RANKS = ("train", "evaluate", "predict")
 
 
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
-    from template_package import commands
     from template_package.core.checkpoint import run_lock
     from template_package.core.group import StopRequest
     from template_package.core.logs import rank_log
@@ -61,16 +62,20 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
     from template_package.trainer import Trainer
 
     directory, task = run_directory(config.name), find_task()
+    command: Any = None
     if line.command != "train":
-        commands.find_checkpoint(config, directory)  # before anything is written
+        command = import_module(f"template_package.commands.{line.command}")
+    if line.command not in ON_RANKS:  # doctor starts ranks, too
+        command.on_rank(place)
+        return 0
+    if command is not None:
+        path = command.check(config, task)  # before anything is written
     with rank_log(directory, place) as log:
         console = log if world_size > 1 else sys.__stderr__
         stop = StopRequest(place, config.launch.timeout_minutes, console)
         code = 0
-        if line.command == "evaluate":
-            commands.evaluate(config, place, directory, task, stop)
-        elif line.command == "predict":
-            commands.predict(line.rest[0], config, place, directory, task, stop)
+        if command is not None:
+            command.work(path, line, config, place, task, stop)
         else:
             with run_lock(directory):
                 code = Trainer(config, place, directory, task).fit(stop, STARTED_AT)
@@ -82,12 +87,8 @@ def main(arguments: list[str]) -> int:
     """Return 0 on success, 2 for a user's mistake, 130 or 143 if stopped, 1 if a rank failed."""
     try:
         line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
-        if line.command == "smoke":
-            from template_package.core.config import Config, build_config
-            from template_package.core.smoke import smoke
-
-            build_config(line, Config)  # a mistake in it is one line
-            return smoke([*(f"--config={path}" for path in line.config_paths), *line.words])
+        if line.command not in ON_RANKS and PARENT not in os.environ:
+            return int(import_module(f"template_package.commands.{line.command}").main(line))
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:  # a launcher has started this rank
             return run_rank(line, None)
         devices = choose_devices(line)
@@ -107,10 +108,9 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
             for number in STOP_SIGNALS:  # a handler would wait for the other ranks
                 if signal.getsignal(number) != signal.SIG_IGN:  # start_ranks() decides on Ctrl-C
                     signal.signal(number, signal.SIG_DFL)
-        from template_package.core.config import Config, build_config
         from template_package.core.group import check_alike, join, leave
 
-        config = build_config(line, Config)
+        config = line.load_config()
         place = join(line, config.launch, devices)
         if PARENT not in os.environ:  # torchrun may have started ranks on several nodes
             check_alike(config)

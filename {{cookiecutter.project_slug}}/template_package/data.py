@@ -86,15 +86,15 @@ def create_loader(dataset: Any, task: Task, config: Config, context: Rank) -> Ti
 
 
 def create_evaluation_loader(
-    dataset: Any, task: Task, config: LoaderConfig, context: Rank, name: str, batch_size: int = 0,
+    dataset: Any, task: Task, config: LoaderConfig, rank: Rank, name: str, batch_size: int = 0,
     limit: int | None = None,
 ) -> EvaluationLoader:  # fmt: skip
     """Return a loader that reads samples of like lengths together, the long ones first."""
     plan = OrderedPlan(dataset, task, name)
-    loader = EvaluationLoader(plan, config, context, batch_size, limit)
+    loader = EvaluationLoader(plan, config, rank, batch_size, limit)
     if plan.lengths is not None and not task.compares_samples:
         order = loader.order[(-plan.lengths[loader.order]).argsort(stable=True)]
-        parts = [order[rank :: context.world_size] for rank in range(context.world_size)]
+        parts = [order[number :: rank.world_size] for number in range(rank.world_size)]
         loader.order = torch.cat(parts)
     return loader
 

@@ -5,7 +5,7 @@ This file imports neither torch nor the user's files, because the process that s
 
 from pathlib import Path
 
-SHARED_PARTS = {"base", "common", "library_environment", "zero"}  # of strategies/
+SHARED_PARTS = {"base", "common", "library_environment", "zero"}  # of strategies/ and commands/
 
 
 def available_files(folder: str) -> list[str]:

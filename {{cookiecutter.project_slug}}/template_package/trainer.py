@@ -37,7 +37,7 @@ from .data import build_datasets, create_loader
 from .errors import ConfigError, Interrupted, StopRun
 from .files import write_json
 from .strategies import create_strategy, settle_precision
-from .training.checkpoint import collect_state, load_run, load_weights
+from .training.checkpoint import Checkpoints, collect_state, load_run, load_weights
 from .training.checks import MemoryLimit
 from .training.evaluation import Evaluator
 from .training.hooks import call_after_step, call_before_step, check_before_step
@@ -47,7 +47,7 @@ from .training.optimization import WeightAverage
 from .training.profiler import start_profiler
 from .training.progress import Progress
 from .training.schedule import learning_rate
-from .training.sharded import Checkpoints, read_whole
+from .training.sharded import read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Trainer:
                 training.epochs,
                 all_steps,
             )
-        self.checkpoints = Checkpoints(directory / "checkpoints", config)
+        self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         self.strategy = create_strategy(config, rank)
         model = build_model(task, config, self.strategy, load_weights)

@@ -20,13 +20,13 @@ from torch import Tensor
 from .core.checkpoint import (
     CONTINUE,
     FORMAT_VERSION,
-    CheckpointFolder,
     export_weights,
     find_run,
     read_once,
     recount,
     tell_changes,
 )
+from .core.checkpoint import CheckpointFolder as Checkpoints
 from .core.checks import (
     check_finite,
     check_global_batch,
@@ -103,7 +103,7 @@ class Trainer:
         steps = (training.epochs or sys.maxsize) * self.loader.steps_per_epoch
         self.total_steps = min(steps, training.max_steps or steps)
         self.progress = Progress()
-        self.checkpoints = CheckpointFolder(directory / "checkpoints", config.checkpoint.keep_last)
+        self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         self.losses: list[tuple[Tensor, int, int]] = []  # those that check_finite() has not seen
         self.startup_seconds: float | None = None
         self.num_saves = 0  # by this process

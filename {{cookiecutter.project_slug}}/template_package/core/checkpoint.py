@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, one_line
 from ..files import write_whole
-from .config import Config, all_keys, differing_keys, unread_keys
+from .config import CheckpointConfig, Config, all_keys, differing_keys, unread_keys
 from .ranks import from_main, pack, unpack
 
 FORMAT_VERSION = 1
@@ -90,8 +90,8 @@ class WatchedFile(io.BufferedWriter):
 class CheckpointFolder:
     """A run's checkpoints: best.pt, and the latest `keep_last` such as step_00000120.pt."""
 
-    def __init__(self, folder: Path, keep_last: int | None = None) -> None:
-        self.folder, self._keep_last = folder, keep_last or sys.maxsize
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self.folder, self._keep_last = folder, config.keep_last or sys.maxsize
         self.load: Callable[..., dict[str, Any]] = load_checkpoint
         self._is_verified = False
 
@@ -148,6 +148,15 @@ class CheckpointFolder:
 
     def delete(self, path: Path) -> None:
         path.unlink()
+
+    def load_to_evaluate(self, path: Path) -> dict[str, Any]:
+        """Return a state without the optimizer's. Raise ConfigError if the file is damaged."""
+        return {**self.load(path), "optimizer": {}}
+
+    def weights_of(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Return the weights to evaluate or export: the average, which size=full has, or the model's."""
+        weights: dict[str, Any] = state.get("average", state["model"])
+        return weights
 
     def load_first(self, paths: Sequence[Path]) -> dict[str, Any]:
         """Return the state of the first path that can be read. Raise ConfigError if none can."""

@@ -7,6 +7,8 @@ import os
 import re
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
@@ -173,6 +175,12 @@ class Config:
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
+def find_config() -> type[Config]:
+    """Return the Config of config.py, which size=full has, or the one of this file."""
+    name = f"{__package__.rpartition('.')[0]}.config"
+    return import_module(name).Config if find_spec(name) else Config
+
+
 def build_config(line: CommandLine, kind: type[AnyConfig]) -> AnyConfig:
     """Check the settings of a command. Raise ConfigError with a line for each wrong key or value.
 
@@ -193,6 +201,12 @@ def build_config(line: CommandLine, kind: type[AnyConfig]) -> AnyConfig:
     except (ValueError, OSError) as error:  # complete_config() may read a file
         raise ConfigError(" ".join(str(error).split())) from None
     return config
+
+
+def known_words(words: str) -> list[str]:
+    """Return those of the key=value words whose key this project has."""
+    keys = all_keys(find_config())
+    return [word for word in words.split() if word.partition("=")[0] in keys]
 
 
 def to_dict(config: Config) -> Settings:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Interrupted
-from .config import Config
+from .config import Config, LoaderConfig
 from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
 from .global_batch import global_batch
 from .random_states import generators_restored
@@ -62,7 +63,7 @@ class Evaluator:
         max_batches, size = config.evaluation.max_batches, config.training.global_batch_size
         limit = max_batches and max_batches * size
         self._config, self._task, self._rank = config, task, rank
-        self._loader = self.create_loader(dataset, name, size, limit)
+        self._loader = self.create_loader(dataset, task, config.loader, rank, name, size, limit)
         self.num_samples = self._loader.num_samples
         sizes = config.evaluation.micro_batch_size, config.training.micro_batch_size
         share = -(-size // rank.world_size)
@@ -70,11 +71,22 @@ class Evaluator:
         if sizes[0] != "auto":
             check_whole(task, "evaluation", self.micro_batch_size, share)
 
+    @staticmethod
     def create_loader(
-        self, dataset: Any, name: str, batch_size: int, limit: int | None
+        dataset: Any,
+        task: Task,
+        config: LoaderConfig,
+        rank: Rank,
+        name: str,
+        batch_size: int = 0,
+        limit: int | None = None,
     ) -> EvaluationLoader:
-        plan = Plan(dataset, self._task, name)
-        return EvaluationLoader(plan, self._config.loader, self._rank, batch_size, limit)
+        """Return the loader of a split, or of inputs to predict."""
+        return EvaluationLoader(Plan(dataset, task, name), config, rank, batch_size, limit)
+
+    def write_report(self, directory: Path, checkpoint: str, step: int) -> str:
+        """Write what the metrics give besides numbers, and return it as text. Size=full does."""
+        return ""
 
     @cached_property
     def _metrics(self) -> Any:

@@ -143,6 +143,8 @@ class StopRequest:
         self._sent = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
         self._timeout, self._stacks, self._armed_at = 60 * timeout_minutes, stacks, -math.inf
+        if not self._is_alone:
+            os.register_at_fork(before=self._settle)
 
     def listen(self) -> None:
         """From now on, a stop signal ends the run after a step. Before, it ends the process."""
@@ -169,11 +171,20 @@ class StopRequest:
         if self._work is not None:
             self._work.wait()
         code = int(self._sent)
-        # The same tensor again, on the CPU: gloo carries it. A thread of gloo that frees a tensor of
-        # Python's while this process forks a loader's worker can make that worker hang (Python 3.11).
+        # The same tensor again, on the CPU: gloo carries it, and no thread of gloo's frees it.
         self._sent.fill_(self.received)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
         return code
+
+    def _settle(self) -> None:
+        """Before this process forks a loader's worker, let gloo's threads end what they do.
+
+        One that asks for Python's lock meanwhile makes the worker hang: 1 of some 2,000 (Python 3.11).
+        """
+        if self._work is not None:
+            with suppress(RuntimeError):  # a rank is gone, as the next collective tells
+                self._work.wait()
+        time.sleep(0.002)
 
     def beat(self) -> None:
         """Report progress. If none comes for the time-out, faulthandler ends this rank, with its stacks."""

@@ -22,9 +22,14 @@ COMMANDS = {
     "evaluate": "evaluates a checkpoint on any number of devices, and writes evaluation.json",
     "predict INPUT": "applies a trained model to new inputs, and writes predictions.jsonl",
     "smoke": "tests that your model trains, saves, resumes and evaluates on two CPU ranks",
+    "benchmark": "measures how fast each strategy trains, and what 16-bit precision or torch.compile adds",
+    "doctor [--json]": "finds what would make runs fail on this machine, and how to fix it",
+    "report [NAME…]": "writes an HTML file, readable offline, that shows one run or compares several runs",
+    "sweep FILE": "starts many training runs, in parallel if possible. Rerun it to resume the sweep",
 }
 """{command: help}. The text behind a command's name says what else it takes, besides settings."""
-IN_FULL = ("doctor", "benchmark", "sweep", "report")
+ALONE = ("doctor", "report", "sweep")
+"""Commands that a project of size=small may have, too."""
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
 SETTINGS = "DDP_SETTINGS"  # an environment variable of ranks
 Settings = dict[str, Any]
@@ -56,11 +61,29 @@ class CommandLine:
         """Return the text of a key such as launch.nodes. config.py refuses a wrong one later."""
         return str(value_at(key, self.settings) or default)
 
+    def load_config(self) -> Any:
+        """Return the typed Config. Raise ConfigError if a setting is wrong."""
+        from .config import build_config, find_config
 
-def read_command_line(
-    arguments: Sequence[str], default_config: Path, commands: dict[str, str] = COMMANDS
-) -> CommandLine:
+        return build_config(self, find_config())
+
+
+def find_commands() -> dict[str, str]:
+    """Return those of COMMANDS that this project has. Each but `train` is a module of commands/."""
+    folder = Path(__file__).parents[1] / "commands"
+    names = {"train", *(path.stem for path in folder.iterdir())}
+    return {usage: text for usage, text in COMMANDS.items() if usage.split()[0] in names}
+
+
+def read_command_line(arguments: Sequence[str], default_config: Path) -> CommandLine:
     """Parse run.py's arguments. Raise ConfigError for a mistake, and SystemExit(0) after --help."""
+    # The shell has cut device_ids=[0, 1] at the blank.
+    whole = re.sub(r"=\[[^][]*\]", lambda match: match[0].replace("\0", ""), "\0".join(arguments))
+    # Launchers append the local rank; the environment says the same.
+    arguments = [
+        word for word in whole.split("\0") if not re.fullmatch("(--local[-_]rank=.*)?", word)
+    ]
+    commands = find_commands()
     lines = "\n".join(f"{usage:16} {text}" for usage, text in commands.items())
     parser = ArgumentParser(usage=f"{USAGE}\n\n{lines}", allow_abbrev=False)
     parser.add_argument("--config", type=Path, action="append", metavar="PATH", default=[])
@@ -70,7 +93,9 @@ def read_command_line(
     name = rest.pop(0) if rest and rest[0].isalpha() else "train"
     usage = next((usage for usage in commands if usage.split()[0] == name), None)
     if usage is None:
-        problem = NEEDS_FULL if name in IN_FULL else f"is unknown. There are {', '.join(commands)}."
+        problem = f"is unknown. There are {', '.join(commands)}."
+        if any(usage.split()[0] == name for usage in COMMANDS):
+            problem = NEEDS_FULL + f" (or, for it alone, extras={name})" * (name in ALONE)
         raise ConfigError(f"{name}: this command {problem}")
     if usage == name and rest:
         flags = " ".join(rest)

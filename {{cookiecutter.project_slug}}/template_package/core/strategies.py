@@ -152,6 +152,9 @@ class Strategy:
             parameter.grad = None
         return norm
 
+    def close(self) -> None:
+        """Close the strategy's own connections, but not the process group. All ranks call this."""
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return the state on rank 0's CPU. All ranks must call this. The others' tensors are None."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from ..config import Config
-from ..core.config import all_keys
+from ..core.config import all_keys, find_config
 
 
 def translate(line: str) -> str:
@@ -50,7 +49,7 @@ def suggest(key: str, value: str, allowed: Sequence[str] | None = None) -> str |
 def as_settings(flags: str) -> list[str]:
     """Return flags such as `--lr 1e-3 --amp` as settings."""
     # the first key that has the name
-    full = {key.rpartition(".")[2]: key for key in reversed(all_keys(Config))}
+    full = {key.rpartition(".")[2]: key for key in reversed(all_keys(find_config()))}
     # --key value, --key=value, --key value value, --key
     pairs = re.findall(r"([A-Za-z][\w.-]*)[ =]*((?:(?!-+[A-Za-z])\S+ ?)*)", flags) or [("KEY", "")]
     ours = []

@@ -62,9 +62,6 @@ class Strategy(core.Strategy):
     def drop_gathered(self) -> None:
         """Drop the gathered weights left over from the last forward pass. Call this before you change the weights."""
 
-    def close(self) -> None:
-        """Close the strategy's own connections, but not the process group. All ranks must call this."""
-
 
 def adapt(module: nn.Module, config: Config, rank: Rank, is_trained: bool) -> nn.Module:
     """Return the module with training.sync_batchnorm and training.activation_checkpointing, if they are set."""

@@ -16,9 +16,25 @@ from ..core.random_states import derive_seed, get_random_states, seed_generators
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
 from ..strategies.base import Strategy
+from . import sharded
 from .optimization import WeightAverage
 from .progress import Progress
 from .sharded import load_any, read_parts, read_whole
+
+
+class Checkpoints(sharded.Checkpoints):
+    """Evaluates weights that other programs have written, too."""
+
+    def load_to_evaluate(self, path: Path) -> dict[str, Any]:
+        if path.name == "best.pt" or path.suffix == ".dcp" or path.stem.startswith("step_"):
+            return read_whole(super().load_to_evaluate(path))
+        return {"step": 0, "epoch": 0, "file": str(path)}
+
+    def weights_of(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        if "file" not in state:
+            return super().weights_of(state, model)
+        load_weights(model, Path(state["file"]))
+        return {key: tensor.clone() for key, tensor in model.state_dict().items()}
 
 
 def load_run(

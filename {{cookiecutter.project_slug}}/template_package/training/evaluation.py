@@ -4,15 +4,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from ..config import Config
 from ..core import evaluation as core
-from ..core.data import EvaluationLoader
 from ..core.ranks import Rank
 from ..core.strategies import Strategy
 from ..core.task import Task, inner
 from ..data import create_evaluation_loader
 from ..files import write_json
 
+SCORES = ("precision", "recall", "f1")
 CONFUSION_MATRIX = "confusion_matrix"  # the metric of build_metrics() that is written to reports/
 logger = logging.getLogger(__name__)
 
@@ -24,11 +26,7 @@ class Evaluator(core.Evaluator):
         self._split = name
         self._label_names: list[str] = next(filter(None, names), [])
 
-    def create_loader(
-        self, dataset: Any, name: str, batch_size: int, limit: int | None
-    ) -> EvaluationLoader:
-        loader, task, rank = self._config.loader, self._task, self._rank
-        return create_evaluation_loader(dataset, task, loader, rank, name, batch_size, limit)
+    create_loader = staticmethod(create_evaluation_loader)
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate a micro-batch, and warn of metrics that are not recorded. Raise ConfigError for a wrong metric."""
@@ -38,16 +36,60 @@ class Evaluator(core.Evaluator):
             message = "warning: no single number, so not recorded (try ClasswiseWrapper): %s"
             logger.warning(message, others)
 
-    def write_report(self, directory: Path, checkpoint: str, step: int) -> Path | None:
-        """Write the confusion matrix to a file on rank 0, and return the path. Return None if nothing was written."""
+    def write_report(self, directory: Path, checkpoint: str, step: int) -> str:
+        """Write the confusion matrix to a file on rank 0, and return it as a table, with its scores."""
         if CONFUSION_MATRIX not in self.values or not self._rank.is_main:
-            return None
+            return ""
         path = directory / "reports" / f"{self._split}_{checkpoint}.json"
         path.parent.mkdir(exist_ok=True)
         content = {
             "title": f"{self._split}, checkpoint {checkpoint} (step {step})",
             "label_names": self._label_names,
+            CONFUSION_MATRIX: self.values[CONFUSION_MATRIX],  # [true class][predicted class]
         }
-        # [true class][predicted class]
-        write_json(path, content | {CONFUSION_MATRIX: self.values[CONFUSION_MATRIX]})
-        return path
+        write_json(path, content)
+        return class_table(content) + "\n"
+
+
+def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return precision, recall, f1 and support of each class, then macro and weighted averages. 0 / 0 counts as 0."""
+    counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
+    correct, support, predicted, total = (
+        counts.diagonal(),
+        counts.sum(1),
+        counts.sum(0),
+        counts.sum(),
+    )
+    pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
+    scores = numpy.stack([part / whole.clip(min=1) for part, whole in pairs], 1)  # (classes, 3)
+    scores = numpy.vstack([scores, scores.mean(0), support @ scores / max(1, total)])
+    names = [
+        *labels[: len(counts)],
+        *range(len(labels), len(counts)),
+        "macro average",
+        "weighted average",
+    ]
+    return [
+        {"label": str(name), **dict(zip(SCORES, row, strict=True)), "support": int(num_samples)}
+        for name, row, num_samples in zip(
+            names, scores.tolist(), [*support, total, total], strict=True
+        )
+    ]
+
+
+def class_table(report: dict[str, Any]) -> str:
+    """Format a confusion matrix for the console, with the scores of each class."""
+    lines, rows = (
+        [report["title"], f"{'':24}precision  recall      f1  support"],
+        class_scores(report),
+    )
+    for row in rows:
+        lines.append(
+            f"{row['label'][:24]:24}"
+            + "".join(f"{row[s]:8.4f}" for s in SCORES)
+            + f"{row['support']:9}"
+        )
+    lines += ["", "rows: true class; columns: predicted class"]
+    for row, counts in zip(rows, report["confusion_matrix"], strict=False):
+        lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
+    return "\n".join(lines)

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..config import Config
+from ..config import CheckpointConfig
 from ..core.checkpoint import CheckpointFolder, load_checkpoint, readable
 from ..core.ranks import all_reduce, from_main
 from ..core.strategies import Strategy
@@ -47,10 +47,10 @@ LARGE = ("model", "optimizer", "average")
 class Checkpoints(CheckpointFolder):
     """A run's checkpoints, of both kinds. All ranks must call begin(), save(), check() and wait() alike."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
-        super().__init__(folder, config.checkpoint.keep_last)
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        super().__init__(folder, config)
         self.load = load_any
-        self.is_sharded = config.checkpoint.sharded
+        self.is_sharded = config.sharded
         self._thread = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
         self._num_saved = 0

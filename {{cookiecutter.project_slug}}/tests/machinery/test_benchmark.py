@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from template_package.commands import benchmark, parse_command_line
+from template_package.commands import benchmark
 from template_package.commands.benchmark import Row, as_markdown, find_reason, plan_rows, summarize
+from template_package.core.settings import read_command_line
 from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project
@@ -159,7 +160,7 @@ def test_killed_benchmark_leaves_no_process(project: Project) -> None:
 
 def test_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="--json: a setting is key=value"):
-        parse_command_line(["benchmark", "--json"], ROOT / "config.yaml")
+        read_command_line(["benchmark", "--json"], ROOT / "config.yaml")
 
 
 def test_each_round_has_another_order_and_a_failed_row_is_not_tried_again(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from template_package.core.checkpoint import CheckpointFolder, export_weights, load_checkpoint
+from template_package.core.config import CheckpointConfig
 from template_package.core.random_states import (
     get_random_states,
     seed_generators,
@@ -47,7 +48,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def test_last_and_best_are_kept(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder = CheckpointFolder(tmp_path, CheckpointConfig(keep_last=2))
     for step in (1, 2, 3, 120):
         folder.save(state(step))
         if step == 2:
@@ -59,7 +60,7 @@ def test_last_and_best_are_kept(tmp_path: Path) -> None:
         "step_00000003.pt",
         "best.pt",
     ]
-    everything = CheckpointFolder(tmp_path / "all")
+    everything = CheckpointFolder(tmp_path / "all", CheckpointConfig(keep_last=None))
     for step in range(5):
         everything.save(state(step))
     assert len(everything.newest_first()) == 5
@@ -67,7 +68,7 @@ def test_last_and_best_are_kept(tmp_path: Path) -> None:
 
 def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "best.pt"
-    CheckpointFolder(tmp_path).save(state(1), is_best=True)
+    CheckpointFolder(tmp_path, CheckpointConfig()).save(state(1), is_best=True)
 
     def fail(beside: Path) -> None:
         beside.write_bytes(b"half")
@@ -76,7 +77,7 @@ def test_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_whole(path, fail)
     assert load_checkpoint(path)["step"] == 1
-    assert CheckpointFolder(tmp_path).newest_first() == [path]
+    assert CheckpointFolder(tmp_path, CheckpointConfig()).newest_first() == [path]
 
 
 def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_disk_that_does_not_answer_is_no_damaged_file(tmp_path: Path) -> None:
 
 
 def test_damaged_file_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
-    folder, choose = CheckpointFolder(tmp_path), random.Random(5)
+    folder, choose = CheckpointFolder(tmp_path, CheckpointConfig()), random.Random(5)
     folder.save(
         {
             **state(7),
@@ -141,7 +142,7 @@ def test_state_that_could_not_be_read_again_is_told_at_the_first_save(
     assert "step_00000001.pt cannot be used (Weights only load failed" in output
     assert len(project.lines("run")) == 1
     with pytest.raises(ConfigError, match=r"step_00000001\.pt cannot be used"):
-        CheckpointFolder(tmp_path).save({**state(1), "best": numpy.zeros(2)})
+        CheckpointFolder(tmp_path, CheckpointConfig()).save({**state(1), "best": numpy.zeros(2)})
 
 
 class Payload:
@@ -283,7 +284,7 @@ class Wide(nn.Module):
 
 
 def test_copies_that_the_user_made_stay(tmp_path: Path) -> None:
-    folder = CheckpointFolder(tmp_path / "checkpoints", keep_last=1)
+    folder = CheckpointFolder(tmp_path / "checkpoints", CheckpointConfig(keep_last=1))
     folder.folder.mkdir()
     (folder.folder / "step_00000001_good.pt").touch()
     folder._is_verified = True

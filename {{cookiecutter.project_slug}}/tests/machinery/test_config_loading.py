@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package.commands import COMMANDS, parse_command_line
 from template_package.config import Config, load_config
 from template_package.core.config import differing_keys, to_dict
+from template_package.core.settings import COMMANDS, read_command_line
 from template_package.errors import ConfigError
 
 from conftest import PACKAGE, ROOT, Project, clean_environment, copy_project
+from run import in_our_words
 
 TEXTS = [
     *"1e3 yes null? 0x10 010 1:30 1.0 2026-01-01 true a,b ~/data 試験".split(),
@@ -84,7 +85,11 @@ Read = Callable[..., tuple[str, dict[str, Any] | None]]
 
 def load_typed(words: list[str]) -> Config:
     """Load config.yaml with settings as a command does, which knows other tools' words."""
-    return parse_command_line(words, ROOT / "config.yaml").load_config()
+    try:
+        config: Config = read_command_line(words, ROOT / "config.yaml").load_config()
+        return config
+    except ConfigError as error:
+        raise ConfigError(in_our_words(error)) from None
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +383,7 @@ def test_each_command_begins_with_its_line_of_the_help() -> None:
         for path in commands.iterdir()
         if (path / "__init__.py").exists()
     }
-    files |= {path.stem: path for path in commands.glob("[a-z]*.py")}
+    files |= {path.stem: path for path in commands.glob("[a-z]*.py") if path.stem != "common"}
     usages = COMMANDS.keys() - {"train"}
     assert {usage.split()[0] for usage in usages} == files.keys()
     for usage in usages:
@@ -496,8 +501,8 @@ def test_without_the_extra_similar_names_answer_in_one_line(project: Project) ->
 
 
 def test_list_that_the_shell_has_cut_at_its_blanks_is_read_whole() -> None:
-    line = parse_command_line(
+    line = read_command_line(
         ["name=a", "device_ids=[cpu,", "cpu,", "cpu]", "seed=1"], ROOT / "config.yaml"
     )
     assert line.words == ["name=a", "device_ids=[cpu,cpu,cpu]", "seed=1"]
-    assert parse_command_line([], ROOT / "config.yaml").words == []
+    assert read_command_line([], ROOT / "config.yaml").words == []

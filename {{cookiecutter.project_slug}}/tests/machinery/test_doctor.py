@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import pytest
 from shared_server import SimulatedNvml, driver
 
-from template_package.commands import CommandLine
 from template_package.commands.doctor import CHECKS, Finding, Machine, main
+from template_package.core.settings import CommandLine
 from template_package.errors import ConfigError
 
 from conftest import ROOT, Project

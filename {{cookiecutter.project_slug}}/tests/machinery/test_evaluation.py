@@ -11,7 +11,7 @@ import torch
 from workload import dataset as workload_data
 from workload import model as workload_model
 
-from template_package.commands.report import class_table
+from template_package.training.evaluation import class_table
 
 from conftest import Project
 
@@ -151,7 +151,7 @@ def test_best_evaluation_of_a_run_is_reported_by_class(project: Project) -> None
     )
     printed = project.run("evaluate")
     assert project.json("run", "reports/validation_best.json") == report
-    assert class_table(project.directory("run") / "reports" / "validation_best.json") in printed
+    assert class_table(report) in printed
 
 
 def test_other_data_than_the_runs_is_told(project: Project) -> None:

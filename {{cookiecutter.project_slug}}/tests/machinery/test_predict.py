@@ -11,7 +11,7 @@ import torch
 from workload import dataset as workload_data
 from workload import model as workload_model
 
-from template_package.commands import parse_command_line
+from template_package.core.settings import read_command_line
 
 from conftest import ROOT, Project
 
@@ -86,9 +86,9 @@ def test_long_lists_of_several_lengths_stay_in_the_lines(project: Project) -> No
 
 
 def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
-    assert "dataset.py has no read_inputs()" in project.run("predict", "5", code=2)
+    assert "predict: needs read_inputs() in dataset.py" in project.run("predict", "5", code=2)
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
-    assert "model.py has no predict()" in project.run("predict", "5", code=2)
+    assert "predict() in model.py" in project.run("predict", "5", code=2)
     project.edit("model.py", "\ndef build_metrics(", PREDICT)
     assert "there is no runs/run/checkpoints/best.pt. Train first" in project.run(
         "predict", "5", code=2
@@ -96,13 +96,13 @@ def test_what_is_missing_for_a_prediction_is_named(project: Project) -> None:
 
 
 def test_settings_may_come_before_the_command() -> None:
-    line = parse_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
+    line = read_command_line(["name=run", "predict", "digits.npy"], ROOT / "config.yaml")
     assert (line.command, line.words, line.rest) == ("predict", ["name=run"], ["digits.npy"])
 
 
 def test_the_input_is_any_word_but_a_setting() -> None:
     def parse(*words: str) -> Any:
-        line = parse_command_line(["predict", *words], ROOT / "config.yaml")
+        line = read_command_line(["predict", *words], ROOT / "config.yaml")
         return line.rest, line.words
 
     assert parse("a file.json", "name=a") == (["a file.json"], ["name=a"])

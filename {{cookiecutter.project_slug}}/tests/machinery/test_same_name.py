@@ -7,6 +7,7 @@ import time
 from safetensors.torch import load_file
 
 from template_package.core.checkpoint import CheckpointFolder
+from template_package.core.config import CheckpointConfig
 
 from conftest import Project
 from test_resuming import assert_equal
@@ -173,7 +174,7 @@ def test_run_is_not_continued_on_fewer_samples(project: Project) -> None:
     # A checkpoint of an older version does not hold its data's length. Its steps keep their numbers.
     state = project.checkpoint("run", 14)
     del state["early_stopping"]["num_samples"]
-    CheckpointFolder(project.directory("run") / "checkpoints").save(state)
+    CheckpointFolder(project.directory("run") / "checkpoints", CheckpointConfig()).save(state)
     assert "resuming after step 14 of" in project.run()  # 6 steps an epoch now, were it 12
 
 

@@ -31,7 +31,7 @@ SHARDED = [*TWO, "checkpoint.sharded=true"]
 
 def state_of(path: Path) -> dict[str, Any]:
     """Return a checkpoint of either kind, whole."""
-    state = Checkpoints(path.parent, config_of()).load(path)
+    state = Checkpoints(path.parent, config_of().checkpoint).load(path)
     return {key: value for key, value in read_whole(state).items() if key != "config"}
 
 
@@ -219,7 +219,9 @@ def test_other_commands_take_it(project: Project) -> None:
     project.run("name=weights", "device_ids=cpu", *RANDOM, f"checkpoint.initial_weights={best}")
     project.run("name=other", *TWO, f"checkpoint.resume={best}")
     path = project.folder / "best.pth"  # weights of another program
-    torch.save(read_whole(Checkpoints(best.parent, config_of()).load(best))["model"], path)
+    torch.save(
+        read_whole(Checkpoints(best.parent, config_of().checkpoint).load(best))["model"], path
+    )
     project.run("evaluate", "name=run", f"evaluation.checkpoint={path}", *SHARDED)
     assert "PASSED" in project.run("smoke", *SHARDED, command=[sys.executable])
 

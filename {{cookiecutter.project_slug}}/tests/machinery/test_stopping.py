@@ -9,16 +9,21 @@ import os
 import re
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import Project, children
 
+ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 10.0
 WAITING = """
 def build_datasets(config: DataConfig) -> tuple[Numbers, Numbers, Numbers]:
@@ -316,6 +321,36 @@ def num_lines(project: Project, name: str = "run") -> int:
     """Return the number of training lines in the run's metrics.jsonl."""
     metrics = project.directory(name) / "metrics.jsonl"
     return metrics.read_text(encoding="utf-8").count('"train"') if metrics.exists() else 0
+
+
+FORKS = """
+import os, sys, time
+import torch.distributed as dist
+from template_package.core.group import StopRequest
+from template_package.core.ranks import Rank
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+stop = StopRequest(Rank(rank=rank, world_size=2), 1.0, sys.stderr)
+dist.barrier()
+time.sleep(rank)  # the other rank's request is on its way so long
+stop.code()
+begun_at = time.monotonic()
+if os.fork() == 0:
+    os._exit(0)
+print(time.monotonic() - begun_at)
+stop.close()
+"""
+
+
+def test_no_worker_is_forked_while_gloo_is_at_work() -> None:
+    """A fork while a thread of gloo's asks for Python's lock gives a worker that hangs (Python 3.11)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-c", FORKS]
+    options: Any = {"cwd": ROOT, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+    ranks = [subprocess.Popen([*command, str(rank), str(port)], **options) for rank in (0, 1)]
+    seconds = [float(rank.communicate(timeout=100)[0]) for rank in ranks]
+    assert seconds[0] > 0.5 and 0.001 < seconds[1] < 0.5
 
 
 @contextmanager

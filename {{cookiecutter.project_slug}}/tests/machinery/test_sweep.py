@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from template_package.commands import CommandLine
 from template_package.commands import sweep as commands_sweep
 from template_package.commands.sweep import Sweep, read_sweep
 from template_package.config import load_config
 from template_package.core.launch import Gpu
-from template_package.core.settings import read_command_line
+from template_package.core.settings import CommandLine, read_command_line
 from template_package.errors import ConfigError
 
 from conftest import ROOT, Project, children

@@ -74,17 +74,17 @@ def main(arguments: list[str]) -> int:
 
     arguments[0] is a JSON list of the runs' arguments, for example [["name=a", "seed=1"], ["name=b", "seed=2"]].
     """
-    from template_package.commands import parse_command_line
     from template_package.core.launch import (
         DONE,
         choose_devices,
         start_ranks,
     )
+    from template_package.core.settings import read_command_line
 
     from run import run_fn
 
     os.environ.pop("DDP_SETTINGS", None)  # those of the first run
-    lines = [parse_command_line(words, Path("config.yaml")) for words in json.loads(arguments[0])]
+    lines = [read_command_line(words, Path("config.yaml")) for words in json.loads(arguments[0])]
     devices = None if "RANK" in os.environ else choose_devices(lines[0])
     if devices is not None and len(devices.names) > 1:
         return start_ranks(devices, lines[0])

@@ -10,23 +10,20 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from ...core.checkpoint import run_lock
 from ...core.launch import choose_devices, find_gpus
-from ...core.processes import die_with_parent
+from ...core.settings import CommandLine
 from ...errors import StopRun
-from ...files import RUNS_FOLDER, run_directory, write_json
+from ...files import run_directory, write_json
 from ...optional_files import available_files
-from .. import CommandLine, stops_raised
+from ..common import find_reason, start_run, stops_raised
 from ..report import read_json, read_metrics
 
 # Only training steps, and a checkpoint at the end. The learning rate is constant: in a warm-up no row learns, and a row
@@ -106,7 +103,7 @@ def main(line: CommandLine) -> int:
         device_ids = [str(index_of_name[name]) for name in devices.names]
     rows = plan_rows(["cpu", "cpu"] if device_ids == ["cpu"] else device_ids)
     folder, exit_code = run_directory(config.name).absolute() / "benchmark", 0
-    options = vars(config)["benchmark"]
+    options = config.benchmark
     arguments = [f"--config={path}" for path in line.config_paths]
     arguments += [*line.words, *SETTINGS]
     arguments += [f"training.max_steps={NUM_WARM_UP_STEPS + options.steps}"]
@@ -162,17 +159,6 @@ def _run_once(row: Row, arguments: list[str], folder: Path) -> None:
         row.reason = f"{find_reason(log, process.returncode)} ({log.name})"
 
 
-def start_run(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Start run.py. It saves runs in `folder` and output in `log`. On Linux, it is killed when its parent ends."""
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[3] / "run.py"), *arguments],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | {RUNS_FOLDER: str(folder)},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which stops its runs
-            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - no other thread holds a lock
-        )  # fmt: skip
-
-
 def read_run(directory: Path) -> dict[str, Any]:
     """Return a finished run's measurements. Speed is the median over the lines of metrics.jsonl after the warm-up."""
     run, lines = read_json(directory / "environment.json"), read_metrics(directory)["train"]
@@ -183,17 +169,6 @@ def read_run(directory: Path) -> dict[str, Any]:
     losses = [line["loss"] for line in lines]
     run |= {"first_loss": mean(losses[:3]), "final_loss": mean(losses[-3:])}
     return run | {"peak_memory_mib": max(run["peak_memory_mib"])}
-
-
-def find_reason(log: Path, exit_code: int) -> str:
-    """Return the line of a failed run's log that gives the cause: an error message or, failing that, the last line."""
-    output = log.read_text(encoding="utf-8", errors="replace")
-    found = re.search(r"^error: (.*)|^(?:\w+\.)*\w*(?:Error|Exception)\b.*", output, re.MULTILINE)
-    return (
-        (found[1] or found[0])
-        if found
-        else output.rstrip().rpartition("\n")[2] or f"exit code {exit_code}"
-    )
 
 
 def summarize(rows: list[Row], typed: list[str]) -> list[dict[str, Any]]:

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.launch import MASK, Devices, choose_devices, find_gpus, start_ranks
 from ...core.processes import die_with_parent
+from ...core.settings import CommandLine
 from ...errors import ConfigError, one_line
 from ...files import run_directory, template_facts
-from .. import CommandLine
 
 if TYPE_CHECKING:
     from ...core.ranks import Rank
@@ -213,7 +213,9 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     """Report the devices that a run would use if it started now."""
     if machine.config is None:
         return
-    words = [*machine.line.words, "launch.wait_minutes=0"]
+    from ...core.config import known_words
+
+    words = [*machine.line.words, *known_words("launch.wait_minutes=0")]
     devices = choose_devices(replace(machine.line, words=words))
     is_cpu_instead = machine.config.device_ids == "auto" and devices.names[0] == "cpu"
     machine.gpus = Devices([]) if "cpu" in devices.names else devices
@@ -241,7 +243,7 @@ def _all_reduce(name: str, devices: Devices, line: CommandLine) -> Finding:
     return Finding(name, "broken" if code else "ok", f"an all-reduce over {names} {result}")
 
 
-def sum_of_ones(rank: Rank) -> None:
+def on_rank(rank: Rank) -> None:
     """Sum a 1 from each rank, and raise ArithmeticError if the total is wrong, which an IOMMU can cause."""
     import torch
 

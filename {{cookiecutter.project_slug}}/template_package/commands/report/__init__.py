@@ -18,18 +18,15 @@ from statistics import mean, stdev
 from typing import Any
 
 import matplotlib
-import numpy
 import yaml
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
-from ...config import Config
-from ...core.config import values_of
+from ...core.config import find_config, values_of
+from ...core.settings import CommandLine
 from ...errors import ConfigError, one_line
 from ...files import run_directory, write_whole
-from .. import CommandLine
 
-SCORES = ("precision", "recall", "f1")
 NOT_DRAWN = ("split", "step", "epoch", "num_samples")
 # Curves differ in colour and in line, for the colour-blind and for print in black and white: 21 styles.
 # Okabe and Ito 2008, no yellow
@@ -97,7 +94,7 @@ def show(value: Any) -> str:
 
 def describe_run(directory: Path) -> dict[str, Any]:
     """Collect everything that page.html shows about a single run, except the curves."""
-    default = {k: v for k, v in values_of({}, Config).items() if v is not MISSING}
+    default = {k: v for k, v in values_of({}, find_config()).items() if v is not MISSING}
     media: dict[str, list[dict[str, str]]] = {}
     for path in sorted(directory.glob("media/step_*_*"), reverse=True):
         _, step, name = path.stem.split("_", 2)
@@ -115,7 +112,11 @@ def describe_run(directory: Path) -> dict[str, Any]:
         for key in ("summary", "environment", "evaluation")
     }
     matrices = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
-    parts |= {"reports": [matrix | {"classes": class_scores(matrix)} for matrix in matrices]}
+    if matrices:  # which size=full writes
+        from ...training.evaluation import class_scores
+
+        matrices = [matrix | {"classes": class_scores(matrix)} for matrix in matrices]
+    parts["reports"] = matrices
     log = "".join(
         path.read_text(encoding="utf-8", errors="replace")
         for path in directory.glob("logs/rank_0.log")
@@ -125,51 +126,6 @@ def describe_run(directory: Path) -> dict[str, Any]:
         "resumed_after": re.findall(r"resuming after step (\d+)", log),
     }
     return parts | {"num_stops": log.count("stopped: the same command continues")}
-
-
-def class_scores(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return precision, recall, f1 and support of each class, then macro and weighted averages. 0 / 0 counts as 0."""
-    counts, labels = numpy.array(report["confusion_matrix"], dtype=float), report["label_names"]
-    correct, support, predicted, total = (
-        counts.diagonal(),
-        counts.sum(1),
-        counts.sum(0),
-        counts.sum(),
-    )
-    pairs = ((correct, predicted), (correct, support), (2 * correct, support + predicted))
-    scores = numpy.stack([part / whole.clip(min=1) for part, whole in pairs], 1)  # (classes, 3)
-    scores = numpy.vstack([scores, scores.mean(0), support @ scores / max(1, total)])
-    names = [
-        *labels[: len(counts)],
-        *range(len(labels), len(counts)),
-        "macro average",
-        "weighted average",
-    ]
-    return [
-        {"label": str(name), **dict(zip(SCORES, row, strict=True)), "support": int(num_samples)}
-        for name, row, num_samples in zip(
-            names, scores.tolist(), [*support, total, total], strict=True
-        )
-    ]
-
-
-def class_table(path: Path) -> str:
-    """Format a file from reports/ for the console: the scores of each class and the confusion matrix."""
-    report = read_json(path)
-    lines, rows = (
-        [report["title"], f"{'':24}precision  recall      f1  support"],
-        class_scores(report),
-    )
-    for row in rows:
-        lines.append(
-            f"{row['label'][:24]:24}"
-            + "".join(f"{row[s]:8.4f}" for s in SCORES)
-            + f"{row['support']:9}"
-        )
-    lines += ["", "rows: true class; columns: predicted class"]
-    for row, counts in zip(rows, report["confusion_matrix"], strict=False):
-        lines.append(f"{row['label'][:24]:24}" + " ".join(f"{count:5}" for count in counts))
-    return "\n".join(lines)
 
 
 def compare_runs(directories: Sequence[Path]) -> dict[str, Any]:

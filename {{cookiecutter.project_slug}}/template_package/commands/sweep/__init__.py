@@ -23,13 +23,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from tqdm import tqdm
 
 from ...core.checkpoint import run_lock
+from ...core.config import known_words
 from ...core.launch import STOPPED, find_gpus
 from ...core.ranks import num_usable_cores
-from ...core.settings import parse_device_ids, read_file
+from ...core.settings import CommandLine, parse_device_ids, read_file
 from ...errors import ConfigError, StopRun, one_line
 from ...files import RUNS_FOLDER, run_directory, write_json
-from .. import CommandLine, stops_raised
-from ..benchmark import find_reason, start_run
+from ..common import find_reason, start_run, stops_raised
 from ..report import dotted, mean_over_seeds, read_json, read_metrics, show
 
 POLL_SECONDS = 0.3
@@ -245,7 +245,7 @@ class SweepRunner:
         """Return the key=value arguments with which to start the run."""
         arguments = [
             f"device_ids={self.devices}",
-            "launch.wait_minutes=525600",
+            *known_words("launch.wait_minutes=525600"),
             *self.line.words,
         ]
         settings = as_arguments(run.settings).items()
