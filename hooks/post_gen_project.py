@@ -87,6 +87,7 @@ SMALL_KEEPS = {
 """{folder: patterns of the files that both sizes have}. The folder small/ holds the other files of size=small."""
 EXTRAS = {
     "doctor": ["commands/doctor/*"],
+    "export": ["commands/export.py"],
     "report": ["commands/report/*"],
     "sweep": ["commands/sweep/*", "commands/common.py"],
 }

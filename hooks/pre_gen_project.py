@@ -23,7 +23,7 @@ from pathlib import Path
 RAW = r"""{{ cookiecutter | tojson }}"""
 # {% raw %}
 
-EXTRAS = {"doctor", "report", "sweep"}
+EXTRAS = {"doctor", "export", "report", "sweep"}
 FREE_TEXT = ("project_name", "description", "author_name")
 WINDOWS_DEVICES = {"con", "prn", "aux", "nul"} | {
     f"{port}{i}" for port in ("com", "lpt") for i in range(1, 10)

@@ -122,7 +122,7 @@ def test_top_of_the_full_project(template: Path, tmp_path: Path) -> None:
     assert {path.name for path in without.iterdir()} == names - {*furniture.split()}
     commands = {path.name for path in (project / "ddp_experiment" / "commands").iterdir()}
     assert commands == {
-        *"__init__.py common.py evaluate.py predict.py smoke.py benchmark doctor report sweep".split()
+        *"__init__.py common.py evaluate.py export.py predict.py smoke.py benchmark doctor report sweep".split()
     }
     extras = {path.name for path in (project / "ddp_experiment" / "extras").iterdir()}
     assert extras == {"__init__.py", "other_words.py", "other_words.yaml", "stream.py"}
@@ -178,7 +178,9 @@ def test_small_project_shares_few_files_with_the_full_one(template: Path, tmp_pa
     assert {"run.py", "config.yaml", "README.md", "template_package/trainer.py"} <= own
 
 
-@pytest.mark.parametrize("extras", ["doctor", "report", "sweep", "doctor,report,sweep"])
+@pytest.mark.parametrize(
+    "extras", ["doctor", "export", "report", "sweep", "doctor,export,report,sweep"]
+)
 def test_small_project_with_commands_of_the_full_one(
     template: Path, tmp_path: Path, extras: str
 ) -> None:
@@ -191,7 +193,8 @@ def test_small_project_with_commands_of_the_full_one(
     assert changed - {"pyproject.toml"} == {".template.json"}
     assert ("pyproject.toml" in changed) == ("report" in chosen)
     assert all(after[name] == files_of(full)[name] for name in new)
-    parts = {name.split("/")[2] for name in new if name.startswith("ddp_experiment/commands/")}
+    new_commands = [name for name in new if name.startswith("ddp_experiment/commands/")]
+    parts = {name.split("/")[2].replace("export.py", "export") for name in new_commands}
     assert parts == chosen | ({"common.py"} if "sweep" in chosen else set())
     assert {name for name in new if not name.startswith("ddp_experiment/commands/")} == {
         f"tests/test_command_{name}.py" for name in chosen
@@ -200,8 +203,8 @@ def test_small_project_with_commands_of_the_full_one(
 
 @pytest.mark.slow
 def test_commands_alone_pass_their_tests(template: Path, tmp_path: Path) -> None:
-    project = bake(template, tmp_path, size="small", _extras="doctor,sweep")
-    tests = [f"tests/test_command_{name}.py" for name in ("doctor", "report", "sweep")]
+    project = bake(template, tmp_path, size="small", _extras="doctor,export,sweep")
+    tests = [f"tests/test_command_{name}.py" for name in ("doctor", "export", "report", "sweep")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8", check=False)
     assert run.returncode == 0, run.stdout

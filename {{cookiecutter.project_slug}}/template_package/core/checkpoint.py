@@ -305,8 +305,8 @@ def check_same(
         raise ConfigError(f"{source}: was begun with other values: {'; '.join(lines)}. {remedy}")
 
 
-def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> None:
-    """Write the weights to a safetensors file, under plain names. A tied tensor stands there once."""
+def tensors_to_export(weights: dict[str, Any], module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights under plain names, each with its own memory. A tied tensor stands there once."""
     own = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in reversed(own.items())}  # the first one wins
     tensors: dict[str, Tensor] = {}
@@ -315,4 +315,10 @@ def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> No
             value = value.to(own[name].dtype).contiguous()
             is_view = value.nbytes < value.untyped_storage().nbytes()
             tensors[name] = value.clone() if is_view else value
+    return tensors
+
+
+def export_weights(weights: dict[str, Any], module: nn.Module, path: Path) -> None:
+    """Write the weights to a safetensors file."""
+    tensors = tensors_to_export(weights, module)
     write_whole(path, lambda beside: save_file(tensors, beside))

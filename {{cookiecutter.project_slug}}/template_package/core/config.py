@@ -188,7 +188,7 @@ def build_config(line: CommandLine, kind: type[AnyConfig]) -> AnyConfig:
     """
     settings = line.settings
     stored = run_directory(line.get("name", "baseline")) / "config.yaml"
-    is_trained = line.command in ("evaluate", "predict") and stored.exists()
+    is_trained = line.command in ("evaluate", "predict", "export") and stored.exists()
     if is_trained and not line.config_paths:  # a run is evaluated with its own settings
         here = {key: settings.get(key) for key in OF_THE_START}
         settings = {}

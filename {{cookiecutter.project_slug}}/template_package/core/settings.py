@@ -24,11 +24,12 @@ COMMANDS = {
     "smoke": "tests that your model trains, saves, resumes and evaluates on two CPU ranks",
     "benchmark": "measures how fast each strategy trains, and what 16-bit precision or torch.compile adds",
     "doctor [--json]": "finds what would make runs fail on this machine, and how to fix it",
+    "export DTYPE": "writes a checkpoint's weights as fp32, bf16 or fp16, in parts if they are large",
     "report [NAME…]": "writes an HTML file, readable offline, that shows one run or compares several runs",
     "sweep FILE": "starts many training runs, in parallel if possible. Rerun it to resume the sweep",
 }
 """{command: help}. The text behind a command's name says what else it takes, besides settings."""
-ALONE = ("doctor", "report", "sweep")
+ALONE = ("doctor", "export", "report", "sweep")
 """Commands that a project of size=small may have, too."""
 USAGE = "python run.py [COMMAND] [--config PATH …] [key=value …]"
 SETTINGS = "DDP_SETTINGS"  # an environment variable of ranks

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 from configs import config_of
+from huggingface_hub import load_torch_model
+from safetensors.torch import load_file
 from test_disk import mounted, needs_mounts
+from workload import model as workload_model
 
 from template_package.core.checkpoint import load_checkpoint
 from template_package.training.sharded import Checkpoints, crc, read_whole
@@ -224,6 +227,36 @@ def test_other_commands_take_it(project: Project) -> None:
     )
     project.run("evaluate", "name=run", f"evaluation.checkpoint={path}", *SHARDED)
     assert "PASSED" in project.run("smoke", *SHARDED, command=[sys.executable])
+
+
+@pytest.mark.parametrize("words", [SHARDED, ["device_ids=cpu", *RANDOM]])
+def test_export_writes_what_hugging_face_reads(project: Project, words: list[str]) -> None:
+    project.run("name=run", *words, "training.max_steps=5")
+    checkpoints = Checkpoints(project.directory("run") / "checkpoints", config_of().checkpoint)
+    weights = read_whole(checkpoints.load(checkpoints.best))["model"]
+    folder = project.directory("run") / "export"
+    assert "must be one of fp32, bf16" in project.run("export", "int8", code=2)
+    project.run("export", "bf16")
+    (file,) = (folder / "bf16").iterdir()
+    found = load_file(file)
+    for name, value in weights.items():
+        expected = value.bfloat16() if value.is_floating_point() else value
+        assert torch.equal(found[name], expected) and found[name].dtype == expected.dtype
+
+    project.edit("commands/export.py", "PART_BYTES = 5 * 10**9", "PART_BYTES = 300")
+    project.run("export", "fp32", "evaluation.checkpoint=best")
+    parts = sorted((folder / "fp32").glob("*.safetensors"))
+    assert len(parts) > 1
+    for part in map(load_file, parts):
+        assert sum(value.nbytes for value in part.values()) <= 300 or len(part) == 1
+    index = json.loads((folder / "fp32" / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in weights.values())
+    model = workload_model.build_model(workload_model.ModelConfig())
+    load_torch_model(model, folder / "fp32")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    project.edit("commands/export.py", "PART_BYTES = 300", "PART_BYTES = 10**9")
+    project.run("export", "fp32")
+    assert [path.name for path in (folder / "fp32").iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
