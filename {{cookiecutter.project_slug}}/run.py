@@ -10,10 +10,12 @@ import faulthandler
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +39,10 @@ try:
         end_process,
         settle_process,
     )
-    from template_package.core.settings import CommandLine, read_command_line
+    from template_package.core.settings import (
+        CommandLine,
+        read_command_line,
+    )
     from template_package.errors import ConfigError, StopRun, one_line
     from template_package.launchers import (
         adopt,
@@ -61,6 +66,10 @@ STARTED_AT = time.time()
 ON_RANKS = ("train", "evaluate", "predict")
 
 
+def module_of(line: CommandLine) -> Any:
+    return import_module(f"template_package.commands.{line.command}")
+
+
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package.core.checkpoint import run_lock
@@ -73,7 +82,7 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
     directory, task = run_directory(config.name), find_task()
     command: Any = None
     if line.command != "train":
-        command = import_module(f"template_package.commands.{line.command}")
+        command = module_of(line)
     if line.command not in ON_RANKS:  # doctor starts ranks, too
         command.on_rank(place)
         return 0
@@ -102,7 +111,7 @@ def main(arguments: list[str]) -> int:
     try:
         line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
         if line.command not in ON_RANKS and PARENT not in os.environ:
-            return int(import_module(f"template_package.commands.{line.command}").main(line))
+            return int(module_of(line).main(line))
         if adopt(line):  # a launcher has started this rank
             return run_rank(line, None)
         if number_of(line, "launch.nodes", 1) > 1:
@@ -133,11 +142,14 @@ def main(arguments: list[str]) -> int:
 
 def in_our_words(error: ConfigError) -> str:
     """Return its text. The extra other_words answers another tool's words with this project's."""
-    if "other_words" not in available_files("extras"):
-        return str(error)
-    from template_package.extras.other_words import translate
+    text = str(error)
+    about_words = "a setting is key=value|there is no such key|is a section|: must be "
+    if "other_words" in available_files("extras") and re.search(about_words, text):
+        with suppress(Exception):  # a file of the user cannot be imported, as the error may say
+            from template_package.extras.other_words import translate
 
-    return "\n".join(map(translate, str(error).splitlines()))
+            text = "\n".join(map(translate, text.splitlines()))
+    return text
 
 
 def write_report(directory: Path) -> None:

@@ -52,6 +52,10 @@ STARTED_AT = time.time()
 ON_RANKS = ("train", "evaluate", "predict")
 
 
+def module_of(line: CommandLine) -> Any:
+    return import_module(f"template_package.commands.{line.command}")
+
+
 def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: CommandLine) -> int:
     """Do the command's work as rank `rank` of `world_size`. Return the exit code."""
     from template_package.core.checkpoint import run_lock
@@ -64,7 +68,7 @@ def run_fn(rank: int, world_size: int, config: "Config", place: "Rank", line: Co
     directory, task = run_directory(config.name), find_task()
     command: Any = None
     if line.command != "train":
-        command = import_module(f"template_package.commands.{line.command}")
+        command = module_of(line)
     if line.command not in ON_RANKS:  # doctor starts ranks, too
         command.on_rank(place)
         return 0
@@ -88,7 +92,7 @@ def main(arguments: list[str]) -> int:
     try:
         line = read_command_line(arguments, Path(__file__).with_name("config.yaml"))
         if line.command not in ON_RANKS and PARENT not in os.environ:
-            return int(import_module(f"template_package.commands.{line.command}").main(line))
+            return int(module_of(line).main(line))
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:  # a launcher has started this rank
             return run_rank(line, None)
         devices = choose_devices(line)

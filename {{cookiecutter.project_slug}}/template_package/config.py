@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, dataclass_transform
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from .core import config as core
 from .core.config import BelowOne, build_config, differing_keys, unread_keys
@@ -46,7 +46,6 @@ class LaunchConfig(core.LaunchConfig):
     start_method: Literal["auto", "spawn", "forkserver"] = (
         "auto"  # has no effect any more: each rank is a process of its own
     )
-    wait_minutes: NonNegativeFloat = 0.0  # how long to wait for GPUs that others use
     debug: bool = False  # messages of torch.distributed and NCCL, in the logs of the ranks
 
 

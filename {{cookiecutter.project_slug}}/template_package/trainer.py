@@ -40,7 +40,12 @@ from .strategies import create_strategy, settle_precision
 from .training.checkpoint import Checkpoints, collect_state, load_run, load_weights
 from .training.checks import MemoryLimit
 from .training.evaluation import Evaluator
-from .training.hooks import call_after_step, call_before_step, check_before_step
+from .training.hooks import (
+    call_after_step,
+    call_before_step,
+    call_on_epoch_begin,
+    check_before_step,
+)
 from .training.media import Log
 from .training.meta_build import build_model
 from .training.optimization import WeightAverage
@@ -345,10 +350,7 @@ class Trainer:
         self.num_epochs_begun = epoch + 1
         parameters = [*self.strategy.module.parameters()]
         former = [parameter.requires_grad for parameter in parameters]
-        for number in epochs:
-            self.task.on_epoch_begin(self.strategy.module, number)
-        # It may put BatchNorm layers in eval mode: from then on, forwards read their statistics.
-        self.strategy.synchronize_buffers()
+        call_on_epoch_begin(self.task, self.strategy, self.config.seed, epochs, self.progress.step)
         is_changed = former != [parameter.requires_grad for parameter in parameters]
         if is_changed:
             self.strategy.rebuild()

@@ -344,9 +344,11 @@ class Trainer:
         module = self.strategy.module
         former = [parameter.requires_grad for parameter in module.parameters()]
         for number in range(self.num_epochs_begun, epoch + 1):
-            self.task.on_epoch_begin(module, number)
+            with drawing_for(self.config.seed, -1 - number, self.rank.device):
+                self.task.on_epoch_begin(module, number)  # it may draw new weights
             # It may put BatchNorm layers in eval mode: then forwards read their statistics.
             self.strategy.synchronize_buffers()
+            check_replicas(self.strategy, self.progress.step, self.rank)
             self.num_epochs_begun = number + 1
         if former != [parameter.requires_grad for parameter in module.parameters()]:
             problem = f"it changed requires_grad after the start, which {NEEDS_FULL}"

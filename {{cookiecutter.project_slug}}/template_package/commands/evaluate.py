@@ -71,13 +71,13 @@ def restore(
     """Return the saved state, a strategy with its weights, and build()'s result. All ranks call it."""
     checkpoints = Checkpoints(path.parent, config.checkpoint)
     state = read_once(partial(checkpoints.load_to_evaluate, path))
-    stored = state.setdefault("config", to_dict(config))
     # A split that build_datasets() draws is that of the training.
-    config.seed = stored["seed"]
+    config.seed = state.get("config", {}).get("seed", config.seed)
     settle_precision(config, rank)
     seed_generators(config.seed)
     with rank.local_rank_first("data"):
         data = build()  # it may set data.fingerprint
+    stored = state.setdefault("config", to_dict(config))
     settings = f"--config {path.absolute().parents[1]}/config.yaml"
     remedy = f"Type the settings of its training again, or {settings}"
     check_same(stored, config, ("model", "data.fingerprint"), f"checkpoint {path}", remedy)

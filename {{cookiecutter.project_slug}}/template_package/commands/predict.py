@@ -45,11 +45,12 @@ def work(
     rows: dict[int, dict[str, Any]] = {}
     for batch, request in loader.read(size):
         stop.beat()
-        with strategy.autocast():
+        with strategy.gathered(), strategy.autocast():  # a text may need more passes on one rank
             columns = task.predict(strategy.evaluation_model, batch)
         lists = [v.tolist() if hasattr(v, "tolist") else v for v in columns.values()]
         for index, *values in zip(request.indices, *lists, strict=True):
             row = dict(zip(columns, values, strict=True))
+            row = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()}
             if label_names and isinstance(row.get("label"), int):
                 row["label"] = label_names[row["label"]]
             if request.num_samples:  # a rank without a share reads a sample of another's

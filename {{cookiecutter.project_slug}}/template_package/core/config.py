@@ -50,7 +50,7 @@ OF_THE_START = ("name", "device_ids", "launch", "loader", "evaluation")
 """What `evaluate` takes from config.yaml; the rest is the run's own."""
 IN_FULL = """
 launch.nodes launch.node_rank launch.master_addr launch.master_port launch.network_interface
-launch.start_method launch.wait_minutes launch.debug ddp.static_graph ddp.gradient_compression
+launch.start_method launch.debug ddp.static_graph ddp.gradient_compression
 fsdp.cpu_offload fsdp.reshard_after_forward fsdp.replicas fsdp.meta_build schedule.milestones schedule.decay_factor
 schedule.patience training.ema_decay training.activation_checkpointing training.sync_batchnorm
 training.early_stopping_epochs training.check_replicas_every_steps checkpoint.initial_weights checkpoint.sharded
@@ -63,6 +63,7 @@ class LaunchConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl for GPUs, gloo for CPU
     min_free_memory_gib: NonNegativeFloat = 2.0  # auto leaves out GPUs with less
     share_gpus: bool = False  # true: auto also takes GPUs where others compute
+    wait_minutes: NonNegativeFloat = 0.0  # how long to wait for GPUs that others use
     timeout_minutes: PositiveFloat = 10.0  # no progress: the end
 
 
@@ -178,7 +179,8 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 def find_config() -> type[Config]:
     """Return the Config of config.py, which size=full has, or the one of this file."""
     name = f"{__package__.rpartition('.')[0]}.config"
-    return import_module(name).Config if find_spec(name) else Config
+    found = getattr(import_module(name), "Config", None) if find_spec(name) else None
+    return found if isinstance(found, type) and issubclass(found, Config) else Config
 
 
 def build_config(line: CommandLine, kind: type[AnyConfig]) -> AnyConfig:
@@ -224,8 +226,10 @@ def all_keys(section: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def unread_keys(config: Config) -> list[str]:
-    """Return the keys of a schedule that the chosen one does not read."""
+    """Return the keys of a schedule that the chosen one, or learning_rate() in model.py, does not read."""
     name, keys = config.schedule.name, all_keys(type(config))
+    if find_task().learning_rate is not None:
+        return [key for key in keys if key.startswith("schedule.")]
     return [key for key, item in keys.items() if name not in item.metadata.get("schedules", name)]
 
 

@@ -143,6 +143,7 @@ class StopRequest:
         self._sent = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
         self._timeout, self._stacks, self._armed_at = 60 * timeout_minutes, stacks, -math.inf
+        self._pid = os.getpid()
         if not self._is_alone:
             os.register_at_fork(before=self._settle)
 
@@ -181,6 +182,8 @@ class StopRequest:
 
         One that asks for Python's lock meanwhile makes the worker hang: 1 of some 2,000 (Python 3.11).
         """
+        if os.getpid() != self._pid:  # a worker has none of these threads
+            return
         if self._work is not None:
             with suppress(RuntimeError):  # a rank is gone, as the next collective tells
                 self._work.wait()

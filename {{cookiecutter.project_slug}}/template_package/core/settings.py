@@ -59,7 +59,7 @@ class CommandLine:
         return merge(settings, read_words(self.words))
 
     def get(self, key: str, default: str) -> str:
-        """Return the text of a key such as launch.nodes. config.py refuses a wrong one later."""
+        """Return the text of a key such as launch.backend. config.py refuses a wrong one later."""
         return str(value_at(key, self.settings) or default)
 
     def load_config(self) -> Any:
@@ -71,8 +71,9 @@ class CommandLine:
 
 def find_commands() -> dict[str, str]:
     """Return those of COMMANDS that this project has. Each but `train` is a module of commands/."""
-    folder = Path(__file__).parents[1] / "commands"
-    names = {"train", *(path.stem for path in folder.iterdir())}
+    paths = (Path(__file__).parents[1] / "commands").glob("*")
+    modules = [path for path in paths if path.suffix == ".py" or (path / "__init__.py").exists()]
+    names = {"train", *(path.stem for path in modules)}
     return {usage: text for usage, text in COMMANDS.items() if usage.split()[0] in names}
 
 

@@ -372,6 +372,8 @@ def test_help_tells_what_each_command_does(project: Project) -> None:
     for name in ("benchmark", "doctor", "evaluate", "predict", "report", "smoke", "sweep"):
         assert re.search(rf"^{name}\b.* .+$", printed, re.MULTILINE)
     shutil.rmtree(project.folder / PACKAGE / "commands" / "sweep")
+    (project.folder / PACKAGE / "commands" / "sweep" / "__pycache__").mkdir(parents=True)
+    assert "sweep: this command needs size=full." in project.run("sweep", "a.yaml", code=2)
     others = [line for line in printed.splitlines() if not line.startswith("sweep")]
     assert others == project.run("--help").splitlines() and "own" not in printed
 

@@ -154,6 +154,24 @@ def test_best_evaluation_of_a_run_is_reported_by_class(project: Project) -> None
     assert class_table(report) in printed
 
 
+def test_weights_of_another_program_are_evaluated_on_data_with_a_fingerprint(
+    project: Project,
+) -> None:
+    """A key that build_datasets() fills in was taken for a change: the file has no settings."""
+    project.edit(
+        "dataset.py",
+        '    dtype: str = "float32"',
+        '    dtype: str = "float32"\n    fingerprint: str | None = None',
+    )
+    project.edit("dataset.py", "    return (\n", '    config.fingerprint = "abc"\n    return (\n')
+    project.run("training.max_steps=2")
+    weights = project.directory("run") / "model.safetensors"
+    output = project.run("evaluate", "name=fresh", f"evaluation.checkpoint={weights}")
+    assert "validation split (37 samples)" in output and "trained with another" not in output
+    other = project.run("evaluate", "evaluation.checkpoint=best")
+    assert output.rpartition("samples): ")[2] == other.rpartition("samples): ")[2]
+
+
 def test_other_data_than_the_runs_is_told(project: Project) -> None:
     project.run("training.max_steps=2")
     told = project.run(

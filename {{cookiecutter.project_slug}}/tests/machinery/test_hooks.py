@@ -163,6 +163,41 @@ def test_what_on_epoch_begin_sets_is_set_again_after_a_resume(project: Project) 
         assert project.lines(f"again{step}") == project.lines("run")
 
 
+def test_what_on_epoch_begin_draws_is_the_same_on_all_ranks_and_after_a_resume(
+    project: Project,
+) -> None:
+    """Each rank drew its own: from then on the replicas differed, and the run ended with 0."""
+    hook = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    if epoch:\n"
+    project.append("model.py", f"{hook}        model[3].reset_parameters()")
+    words = "model.dropout=0", "data.noise=0"
+    project.run("device_ids=cpu", *words, "name=one")
+    project.run("device_ids=cpu,cpu", *words)
+    one, two = ([line["loss"] for line in project.lines(name)] for name in ("one", "run"))
+    assert two == pytest.approx(one, rel=1e-4)
+    project.rewind("run", 7, "again")
+    project.run("device_ids=cpu,cpu", *words, "name=again")
+    assert project.lines("again") == project.lines("run")
+
+
+def test_weights_that_on_epoch_begin_sets_otherwise_on_a_rank_end_the_run(project: Project) -> None:
+    hook = (
+        "def on_epoch_begin(model: Any, epoch: int) -> None:\n    if epoch:\n        import os\n\n"
+    )
+    project.append("model.py", f"{hook}        model[3].bias.data.fill_(int(os.environ['RANK']))")
+    output = project.run("device_ids=cpu,cpu", code=1)
+    assert "after step 7 '3.bias' differs between ranks" in output
+
+
+def test_schedule_may_change_where_learning_rate_takes_its_place(project: Project) -> None:
+    project.run("training.max_steps=2")
+    assert "schedule.name" in project.run("training.max_steps=4", "schedule.name=linear", code=2)
+    project.append(
+        "model.py", "def learning_rate(step: int, total_steps: int) -> float:\n    return 0.5"
+    )
+    project.run("training.max_steps=4", "schedule.name=linear")
+    assert [line["learning_rate"] for line in project.lines("run")][2:] == [0.005, 0.005]
+
+
 def test_part_that_the_user_sets_to_eval_mode_stays_in_it(project: Project) -> None:
     """The part stays in eval mode over steps and evaluations until the user sets it to training mode."""
     hooks = """

@@ -62,6 +62,35 @@ def test_rows_stand_in_the_order_of_the_inputs_each_once_on_any_number_of_ranks(
         assert printed.count("number ") == min(num_inputs, 20)
 
 
+def test_ranks_of_fsdp_may_run_other_numbers_of_passes(project: Project) -> None:
+    """As a text that ends early. Ranks waited for each other, or a gather met another one."""
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    more = PREDICT.replace(
+        "    outputs =",
+        "    import os\n    for _ in range(3 * int(os.environ.get('RANK', 0))):\n"
+        "        model(batch.inputs)\n    outputs =",
+    )
+    project.edit("model.py", "\ndef build_metrics(", more)
+    project.run("training.max_steps=2")
+    project.run("predict", "7")
+    expected = rows(project)
+    project.run("predict", "7", "device_ids=cpu,cpu", "strategy=fsdp")
+    assert [row["value"] for row in rows(project)] == pytest.approx(
+        [row["value"] for row in expected], rel=1e-5
+    )
+
+
+def test_elements_of_a_column_may_be_numbers_of_numpy_and_tensors(project: Project) -> None:
+    project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
+    single = PREDICT.replace("(outputs[:, 0] > 0).long()", "[*(outputs[:, 0] > 0).long().numpy()]")
+    single = single.replace('"both": outputs', '"both": [*outputs]')
+    project.edit("model.py", "\ndef build_metrics(", single)
+    project.run("training.max_steps=2")
+    project.run("predict", "3")
+    assert {row["label"] for row in rows(project)} <= {"low", "high"}
+    assert all(len(row["both"]) == 2 for row in rows(project))
+
+
 def test_long_vectors_are_an_array(project: Project) -> None:
     project.edit("dataset.py", "\ndef build_datasets(", READ_INPUTS)
     wide = '"both": outputs, "embedding": outputs.repeat(1, 20)'

@@ -213,9 +213,7 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
     """Report the devices that a run would use if it started now."""
     if machine.config is None:
         return
-    from ...core.config import known_words
-
-    words = [*machine.line.words, *known_words("launch.wait_minutes=0")]
+    words = [*machine.line.words, "launch.wait_minutes=0"]
     devices = choose_devices(replace(machine.line, words=words))
     is_cpu_instead = machine.config.device_ids == "auto" and devices.names[0] == "cpu"
     machine.gpus = Devices([]) if "cpu" in devices.names else devices

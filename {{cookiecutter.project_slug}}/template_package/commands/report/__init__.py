@@ -112,11 +112,11 @@ def describe_run(directory: Path) -> dict[str, Any]:
         for key in ("summary", "environment", "evaluation")
     }
     matrices = [read_json(path) for path in sorted(directory.glob("reports/*.json"))]
-    if matrices:  # which size=full writes
+    parts["reports"] = []
+    with suppress(ModuleNotFoundError):  # size=full writes matrices, and has what shows them
         from ...training.evaluation import class_scores
 
-        matrices = [matrix | {"classes": class_scores(matrix)} for matrix in matrices]
-    parts["reports"] = matrices
+        parts["reports"] = [matrix | {"classes": class_scores(matrix)} for matrix in matrices]
     log = "".join(
         path.read_text(encoding="utf-8", errors="replace")
         for path in directory.glob("logs/rank_0.log")

@@ -23,7 +23,6 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from tqdm import tqdm
 
 from ...core.checkpoint import run_lock
-from ...core.config import known_words
 from ...core.launch import STOPPED, find_gpus
 from ...core.ranks import num_usable_cores
 from ...core.settings import CommandLine, parse_device_ids, read_file
@@ -245,7 +244,7 @@ class SweepRunner:
         """Return the key=value arguments with which to start the run."""
         arguments = [
             f"device_ids={self.devices}",
-            *known_words("launch.wait_minutes=525600"),
+            "launch.wait_minutes=525600",
             *self.line.words,
         ]
         settings = as_arguments(run.settings).items()
