@@ -205,12 +205,6 @@ def build_config(line: CommandLine, kind: type[AnyConfig]) -> AnyConfig:
     return config
 
 
-def known_words(words: str) -> list[str]:
-    """Return those of the key=value words whose key this project has."""
-    keys = all_keys(find_config())
-    return [word for word in words.split() if word.partition("=")[0] in keys]
-
-
 def to_dict(config: Config) -> Settings:
     """Convert the config to plain dicts, lists and values, as files hold them."""
     return dict(to_jsonable_python(config))
