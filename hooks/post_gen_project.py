@@ -175,9 +175,9 @@ def extras_of(answers: Mapping[str, str]) -> list[str]:
     if answers["size"] == "full":
         return [*EXTRAS]
     chosen = set(filter(None, answers.get("_extras", "").split(",")))
-    return sorted(
-        chosen | ({"report"} if "sweep" in chosen else set())
-    )  # it reads runs as report does
+    if "sweep" in chosen:  # it reads runs as report does
+        chosen.add("report")
+    return sorted(chosen)
 
 
 def take_small_files(project: Path, extras: Collection[str] = ()) -> None:

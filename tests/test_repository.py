@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import tomllib
@@ -10,6 +11,7 @@ from pathlib import Path
 import fork_requirements
 import pytest
 
+import pre_gen_project
 from baking import CHOICES, CONDITION, EXAMPLES, PROJECT, QUESTIONS, ROOT, files_of
 from post_gen_project import EXTRAS
 
@@ -85,6 +87,12 @@ def test_folders_of_examples_are_the_answers(template: Path) -> None:
         needed = FILES_OF_EXAMPLE[: 1 if example == EXAMPLES[0] else None]
         missing = [name for name in needed if not (folder / example / name).is_file()]
         assert not missing, f"examples/{example} lacks {missing}"
+
+
+def test_commands_that_a_small_project_may_have_are_the_same_everywhere() -> None:
+    settings = ROOT / PROJECT / "template_package" / "core" / "settings.py"
+    (alone,) = re.findall(r"^ALONE = (.*)$", settings.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*EXTRAS} == pre_gen_project.EXTRAS == {*ast.literal_eval(alone)}
 
 
 def test_every_condition_names_an_answer(template: Path) -> None:

@@ -387,7 +387,7 @@ class Trainer:
                 state = read_whole(checkpoints.load_first(paths) | {"optimizer": {}})
                 # best.pt may come from steps that a crash lost and that were repeated
                 summary["best"] = progress.best = state["best"]
-                weights = state.get("average", state["model"])
+                weights = checkpoints.weights_of(state, self.strategy.module)
                 export_weights(weights, self.strategy.module, folder / "model.safetensors")
             write_json(folder / "summary.json", summary)
         self.tracking.close()
