@@ -13,46 +13,63 @@ from typing import Any
 import pytest
 
 from .conftest import Report, Tries
-from .test_signals import WORDS, WORKLOAD, assert_same
+from .test_signals import SHARDED, WORDS, WORKLOAD, assert_same
 
 UNSHARE = ["unshare", "--map-root-user", "--mount"]
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [("", ("device_ids=cpu",)), ("size=full, sharded: ", ("device_ids=cpu,cpu", *SHARDED))],
+)
 def test_damaged_checkpoint_is_skipped_for_the_one_before(
-    make_project: Callable[[Path], Any], is_long: bool, report: Report
+    size: str,
+    words: tuple[str, ...],
+    make_project: Callable[[Path], Any],
+    is_long: bool,
+    report: Report,
 ) -> None:
     project, choose = make_project(WORKLOAD), random.Random(seed := 5)
-    words = [*WORDS[1:], "device_ids=cpu"]
-    project.run(*words, "name=undisturbed", "checkpoint.keep_last=null")
-    last = max(project.directory("undisturbed").glob("checkpoints/step_*.pt"))
-    whole = last.read_bytes()
-    cut = [whole[: len(whole) * percent // 100] for percent in range(0, 100, 5 if is_long else 50)]
-    flipped = []
-    for _ in range(40 if is_long else 2):
-        bits = bytearray(whole)
+    words = (*WORDS[1:], *words, "checkpoint.keep_last=null")
+    project.run(*words, "name=undisturbed")
+    last = max(project.directory("undisturbed").glob("checkpoints/step_*"))
+
+    def cut(content: bytes) -> bytes:
+        return content[: choose.randrange(len(content))]
+
+    def flip(content: bytes) -> bytes:
+        bits = bytearray(content)
         bits[choose.randrange(len(bits))] ^= 1 << choose.randrange(8)
-        flipped.append(bytes(bits))
-    for fault, contents in {
-        "checkpoint cut short": cut,
-        "checkpoint with a flipped bit": flipped,
-    }.items():
-        tries, num_told = Tries(), 0
-        for number, content in enumerate(contents):
+        return bytes(bits)
+
+    faults: dict[str, Callable[[bytes], bytes | None]]
+    faults = {"checkpoint cut short": cut, "checkpoint with a flipped bit": flip}
+    if last.is_dir():
+        faults["checkpoint without one of its files"] = lambda _: None
+    for fault, damage in faults.items():
+        tries, num_told, num_tries = Tries(), 0, 40 if is_long else 2
+        for number in range(num_tries):
             name = f"{fault.split()[-1]}{number}"
             shutil.copytree(project.directory("undisturbed"), project.directory(name))
-            (project.directory(name) / "checkpoints" / last.name).write_bytes(content)
-            with tries.one(name):
-                output = project.run(*words, f"name={name}", "checkpoint.keep_last=null")
-                is_told = f"{last.name} cannot be used" in output
+            path = project.directory(name) / "checkpoints" / last.name
+            if path.is_dir():
+                path = choose.choice(sorted(path.iterdir()))
+            if (content := damage(path.read_bytes())) is None:
+                path.unlink()
+            else:
+                path.write_bytes(content)
+            with tries.one(f"{name}, {path.name}"):
+                output = project.run(*words, f"name={name}")
+                is_told = last.name in output and "cannot be used" in output
                 num_told += is_told
-                assert is_told or content in flipped  # a bit may lie where no number does
+                assert is_told or damage is flip  # a bit may lie where no number does
                 assert_same(project, name)
             shutil.rmtree(project.directory(name))
-        text = f"{num_told} of {len(contents)} were found, and the checkpoint before was taken"
-        text += "; the others held the same numbers." if num_told < len(contents) else "."
-        text = f"## {fault}\n\n{text} All runs continued and ended with the same bits as an undisturbed one."
-        report(fault, tries, text, seed=seed)
+        text = f"{num_told} of {num_tries} were found, and the checkpoint before was taken"
+        text += "; the others held the same numbers." if num_told < num_tries else "."
+        text += " All runs continued and ended with the same bits as an undisturbed one."
+        report(size + fault, tries, f"## {size}{fault}\n\n{text}", seed=seed)
 
 
 @pytest.mark.timeout(3600)

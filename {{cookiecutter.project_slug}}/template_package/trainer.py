@@ -30,7 +30,7 @@ from .core.checks import (
 from .core.evaluation import figures_of, total_of
 from .core.group import StopRequest
 from .core.logs import StepClock, Tracking, summary_of, write_start
-from .core.optimizer import choose_optimizer, set_learning_rate, set_mode
+from .core.optimizer import check_factor, choose_optimizer, set_learning_rate, set_mode
 from .core.ranks import Rank, all_reduce, from_main
 from .core.task import Task, tell_of_names
 from .data import build_datasets, create_loader
@@ -91,7 +91,8 @@ class Trainer:
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         ema, total_steps = training.ema_decay, self.total_steps
         self.average = WeightAverage(self.strategy, ema, total_steps) if ema else None
-        tell_of_names(train_data, validation_data)
+        check_factor(task.learning_rate, config.optimizer.learning_rate, total_steps)
+        tell_of_names(self.strategy.module, train_data, validation_data)
         for line in settings_without_effect(config, task):
             logger.info(line)
 
@@ -221,7 +222,9 @@ class Trainer:
                 total = total_of(loss)
                 strategy.backward(total, weight)
             figures = (
-                figures_of(task, loss, outputs, batch) if is_logged else {"loss": total.detach()}
+                figures_of(task, loss, outputs, batch, weight)
+                if is_logged
+                else {"loss": total.detach()}
             )
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value * weight
@@ -248,6 +251,8 @@ class Trainer:
         self.checkpoints.check()
         if self.profiler is not None:
             self.profiler.step()
+        if is_first:
+            self.strategy.check_optimizer()
         every = config.training.check_replicas_every_steps
         if is_first or (every and progress.step % every == 0):
             check_replicas(self.strategy, progress.step, self.rank)
@@ -304,6 +309,7 @@ class Trainer:
     def save(self, stop: StopRequest, *, is_best: bool = False) -> None:
         """Write a checkpoint of the last finished step. If is_best, write it as best.pt."""
         with self.clock.paused():
+            check_replicas(self.strategy, self.progress.step, self.rank)
             # A finite loss may have had a gradient that is not, so look at the weights too.
             norm = get_total_norm([weight.float() for weight in self.strategy.local_weights()])
             self.losses.append((norm.to(self.rank.device), self.progress.step, 0))
@@ -350,7 +356,7 @@ class Trainer:
         self.num_epochs_begun = epoch + 1
         parameters = [*self.strategy.module.parameters()]
         former = [parameter.requires_grad for parameter in parameters]
-        call_on_epoch_begin(self.task, self.strategy, self.config.seed, epochs, self.progress.step)
+        call_on_epoch_begin(self.task, self.strategy, self.config.seed, epochs)
         is_changed = former != [parameter.requires_grad for parameter in parameters]
         if is_changed:
             self.strategy.rebuild()

@@ -40,7 +40,13 @@ from .core.data import Plan, TrainLoader
 from .core.evaluation import Evaluator, figures_of, total_of
 from .core.group import StopRequest
 from .core.logs import Log, StepClock, Tracking, summary_of, write_start
-from .core.optimizer import choose_optimizer, learning_rate, set_learning_rate, set_mode
+from .core.optimizer import (
+    check_factor,
+    choose_optimizer,
+    learning_rate,
+    set_learning_rate,
+    set_mode,
+)
 from .core.random_states import (
     derive_seed,
     drawing_for,
@@ -114,7 +120,8 @@ class Trainer:
         self.num_epochs_begun = 1  # for which this process called on_epoch_begin()
         self.strategy = create_strategy(config, rank)
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
-        tell_of_names(train_data, validation_data)
+        check_factor(task.learning_rate, config.optimizer.learning_rate, self.total_steps)
+        tell_of_names(self.strategy.module, train_data, validation_data)
 
     @property
     def is_complete(self) -> bool:
@@ -178,6 +185,7 @@ class Trainer:
                 if is_first:
                     self.startup_seconds = time.time() - started_at
                     check_replicas(self.strategy, progress.step, self.rank)
+                    self.strategy.check_optimizer()
                 if is_logged or is_last:
                     self.log(sums, gradient_norm)
                 evaluation = config.evaluation
@@ -211,7 +219,7 @@ class Trainer:
             # After the backward pass: training_metrics() may change the outputs in place.
             figures = {"loss": total.detach()}
             if is_logged:
-                figures = figures_of(task, loss, outputs, batch)
+                figures = figures_of(task, loss, outputs, batch, weight)
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
@@ -268,6 +276,7 @@ class Trainer:
         """Write a checkpoint of the last finished step. All ranks must call this."""
         with self.clock.paused():
             state = self.strategy.state_dict()  # first: FSDP drops what evaluation left gathered
+            check_replicas(self.strategy, self.progress.step, self.rank)
             # A finite loss may have had a gradient that is not, so look at the weights too.
             weights = [w.detach().float() for w in self.strategy.module.parameters()]
             self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step, 0))
@@ -348,7 +357,6 @@ class Trainer:
                 self.task.on_epoch_begin(module, number)  # it may draw new weights
             # It may put BatchNorm layers in eval mode: then forwards read their statistics.
             self.strategy.synchronize_buffers()
-            check_replicas(self.strategy, self.progress.step, self.rank)
             self.num_epochs_begun = number + 1
         if former != [parameter.requires_grad for parameter in module.parameters()]:
             problem = f"it changed requires_grad after the start, which {NEEDS_FULL}"

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, FailureError
 from .data import MicroBatch, TrainLoader, loss_weight_of
-from .evaluation import figures_of, in_eval_mode, total_of
+from .evaluation import check_names, figures_of, in_eval_mode, total_of
 from .global_batch import ALONE, global_batch
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce
@@ -83,7 +83,9 @@ def rehearse(
             if problem := problem_of(returned, len(calls)):
                 raise ConfigError(f"compute_loss in model.py {problem}.")
             loss, outputs = returned
-            figures_of(task, loss, outputs, batch)
+            figures = figures_of(task, loss, outputs, batch)
+            if not is_trial:
+                check_names(figures)
             if not task.training_metrics:
                 del returned, outputs  # as in training: backward needs the memory
             strategy.backward(total_of(loss), 0.0)
@@ -248,7 +250,8 @@ def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
     if weights:
         remedy = "compute_loss must call model(...), and nothing else may change weights"
         raise RuntimeError(f"after step {step} {weights[0]!r} differs between ranks: {remedy}")
-    if differing and not strategy.config.ddp.broadcast_buffers:
+    if differing and not strategy.config.ddp.broadcast_buffers and not strategy.has_told:
+        strategy.has_told = True
         message = "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and"
         message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples (gather_rows)."
         logger.warning(message, ", ".join(differing))

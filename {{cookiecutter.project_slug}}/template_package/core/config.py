@@ -279,13 +279,14 @@ def _explain(key: str, value: Any, problem: Any, defaults: Settings) -> str:
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
         last = {other: other.rpartition(".")[2] for other in defaults}
-        name = key.rpartition(".")[2]
-        names = (
-            [name] if name in last.values() else get_close_matches(name, {*last.values()}, 2, 0.7)
-        )
-        alike = [other for other in defaults if last[other] in names]
-        section = f"{key.rpartition('.')[0]}."
-        alike = [other for other in alike if other.startswith(section)] or alike
+        section, _, name = key.rpartition(".")
+        own = {last[other] for other in defaults if other.startswith(f"{section}.")}
+        names = get_close_matches(name, own, 2, 0.7)
+        alike = [f"{section}.{other}" for other in names]
+        if not names:
+            found = get_close_matches(name, {*last.values()}, 2, 0.7)
+            names = [name] if name in found else found
+            alike = [other for other in defaults if last[other] in names]
         meant = " or ".join(f"{other}={one_line(value)}" for other in alike[:2])
         remedy = "Delete it, or add a field to ModelConfig or DataConfig."
         remedy = f"Did you mean {meant}?" if meant else remedy

@@ -20,7 +20,7 @@ from .global_batch import global_batch
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
-from .task import Task
+from .task import RESERVED, SAME_TERMS, Task
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +32,34 @@ def total_of(loss: Any) -> Tensor:
 
 
 @torch.no_grad()
-def figures_of(task: Task, loss: Any, outputs: Any, batch: Any) -> dict[str, Tensor]:
-    """Return the loss, its terms and the means of training_metrics() by name, 0-dim and detached."""
+def figures_of(
+    task: Task, loss: Any, outputs: Any, batch: Any, weight: Any = 1.0
+) -> dict[str, Tensor]:
+    """Return the loss, its terms and the means of training_metrics() by name, 0-dim and detached.
+
+    One that is no number counts as 0 if the batch's weight is 0: a mean of nothing may be 0/0.
+    """
     figures = {"loss": total_of(loss)}
     if isinstance(loss, dict):
         figures |= loss
     if task.training_metrics:
-        figures |= task.training_metrics(outputs, batch)
+        more = task.training_metrics(outputs, batch)
+        if taken := figures.keys() & more.keys():
+            problem = f"{', '.join(sorted(taken))} is a term of the loss, too. Rename it"
+            raise ConfigError(f"training_metrics() in model.py: {problem}.")
+        figures |= more
     device = figures["loss"].device
+    values = {name: figures[name].detach().to(device) for name in sorted(figures)}
     return {
-        name: figures[name].detach().to(device) for name in sorted(figures)
-    }  # alike on all ranks
+        name: value.where(value.isfinite() | (weight != 0), 0.0) for name, value in values.items()
+    }
+
+
+def check_names(figures: dict[str, Tensor]) -> None:
+    """Raise ConfigError if rank 0 has figures of other names: ranks add them up by their places."""
+    names = [*figures]
+    if from_main(lambda: names) != names:
+        raise ConfigError(f"compute_loss in model.py: {SAME_TERMS}")
 
 
 @contextmanager
@@ -130,7 +147,11 @@ class Evaluator:
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
                     logger.warning(message, exc_info=True)
             if num_parts != 2:
-                figures |= self._compute_metrics()
+                computed = self._compute_metrics()
+                if taken := computed.keys() & (figures.keys() | RESERVED):
+                    problem = f"{', '.join(sorted(taken))} is the name of another number"
+                    raise ConfigError(f"build_metrics in model.py: {problem}. Rename it.")
+                figures |= computed
         metric = self._config.evaluation.metric
         if log is not None and not math.isfinite(figures[metric]):
             message = "warning: evaluation.metric=%s is %g, so no best.pt is kept"
@@ -146,7 +167,8 @@ class Evaluator:
         # A loss over the global batch is none: check_global_batch() looks at it.
         halves = {} if self._task.compares_samples else self.run(strategy, num_parts=2)
         is_cpu = self._rank.device.type == "cpu"
-        tolerance = 0.03 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
+        # a loss in bf16 is rounded by up to 0.2 %, here and there
+        tolerance = 0.005 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
         for name, value in halves.items():
             if name not in self._metrics and abs(whole[name] - value) > tolerance * abs(
                 whole[name]
@@ -169,7 +191,9 @@ class Evaluator:
             problem = f"not among the numbers of an evaluation ({', '.join(whole)})"
             raise ConfigError(f"evaluation.metric={metric}: {problem}. Name one of them.")
         of_metric = dict(self._metrics.items()).get(metric)
-        is_higher_better = metric != "loss" and getattr(of_metric, "higher_is_better", None)
+        is_higher_better = metric not in self._terms and getattr(
+            of_metric, "higher_is_better", None
+        )
         better = {None: mode, True: "max", False: "min"}[is_higher_better]
         if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
@@ -186,18 +210,20 @@ class Evaluator:
             if stop_code():
                 raise Interrupted
             with global_batch(request.batch_size):
+                weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
                 with strategy.autocast():
                     loss, outputs = task.compute_loss(module, batch)
-                    figures = figures_of(task, loss, outputs, batch)
-                weight = loss_weight_of((batch, request), task, strategy.module, self._rank)
+                    figures = figures_of(task, loss, outputs, batch, weight)
+                self._terms = {"loss", *(loss if isinstance(loss, dict) else ())}
             if len(self._metrics) and num_parts != 2 and task.evaluate_batch is not None:
                 with strategy.gathered(), strategy.autocast():  # on all ranks
                     outputs = task.evaluate_batch(module, batch)
             if len(self._metrics) and request.num_samples and num_parts != 2:
                 task.update_metrics(self._metrics, outputs, batch)
-            values = torch.stack([value.to(weight) for value in figures.values()])
-            values = torch.where(weight == 0, 0.0, values * weight)  # a mean of nothing may be 0/0
+            values = [value.to(weight) * weight for value in figures.values()]
             totals = totals + torch.stack([*values, weight])
+        if num_parts:  # a trial
+            check_names(figures)
         *sums, weight_sum = all_reduce(totals).tolist()
         means = [total / weight_sum if weight_sum else math.nan for total in sums]
         return dict(zip(figures, means, strict=True))

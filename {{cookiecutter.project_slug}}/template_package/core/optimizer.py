@@ -5,12 +5,12 @@ It imports neither model.py nor dataset.py, so that model.py may import build_op
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from .config import OptimizerConfig, ScheduleConfig
     from .task import Task
 
+NOT_LOADED = {
+    "params",
+    "initial_lr",
+    *("weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad", "dampening", "maximize"),
+    *("fused", "foreach", "capturable"),
+}
+"""Entries of an optimizer's groups that config.yaml, model.py or the machine decides."""
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +46,9 @@ def choose_optimizer(task: "Task", model: nn.Module, config: "OptimizerConfig") 
         problem = "its optimizer has parameters that the model does not hold, and no checkpoint"
         remedy = "Put the loss's module into the model, and call it in forward()"
         raise ConfigError(f"build_optimizer in model.py: {problem}. {remedy}.")
+    if config.learning_rate == 0 and any(group["lr"] for group in optimizer.param_groups):
+        problem = "the schedule scales the groups' own rates by its part of this one"
+        raise ConfigError(f"optimizer.learning_rate=0: {problem}. Set more than 0.")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in held:
             logger.warning("warning: %s never changes: no optimizer has it", name)
@@ -54,11 +64,73 @@ class Optimizers(Optimizer):
         super().__init__([{"params": group["params"]} for group in groups], {})
         self.optimizers, self.param_groups = optimizers, groups
         for optimizer in optimizers:
+            self.state.update(optimizer.state)
             optimizer.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for optimizer in self.optimizers:
             optimizer.step()
+
+
+def unsaved_of(optimizer: Any) -> dict[str, list[float]]:
+    """Return marks of what it holds besides groups and the states of parameters, by name.
+
+    No checkpoint has it: numbers, tensors that are no parameters, and other optimizers' states.
+    """
+    found: dict[str, list[float]] = {}
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        for name, value in vars(one).items():
+            if name not in ("state", "param_groups", "defaults"):
+                marks = [mark_of(leaf, one.state) for leaf in leaves_of(value)]
+                found[f"{type(one).__name__}.{name}"] = marks
+    return found
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what stands in dicts, lists and tuples, however deep."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    else:
+        yield value
+
+
+def mark_of(value: Any, state: Any) -> float:
+    """Return a number that changes with a tensor, a number, or an optimizer with another state."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        own = value.to_local() if isinstance(value, DTensor) else value
+        return own.detach().float().sum().item()
+    if isinstance(value, Optimizer):
+        return 0 if value.state is state else len(value.state)
+    # a bool may say that there was a first step
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+
+
+def check_saved(optimizer: Any, former: dict[str, list[float]]) -> None:
+    """Raise ConfigError if a step has changed what no checkpoint holds. `former` is from before it."""
+    found = unsaved_of(optimizer)
+    changed = [name for name in found if found[name] != former.get(name, [])]
+    changed += [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
+    if changed:
+        problem = f"a step changes {changed[0]}, which no checkpoint would hold"
+        remedy = "Keep it in state[parameter] or in a group of param_groups"
+        raise ConfigError(f"build_optimizer in model.py: {problem}. {remedy}.")
+
+
+def load_group(group: dict[str, Any], former: dict[str, Any]) -> None:
+    """Take over what an optimizer keeps in a group, such as ScheduleFree's count of steps."""
+    group.setdefault("initial_lr", group["lr"])
+    group.update({key: value for key, value in former.items() if key not in NOT_LOADED})
+
+
+def check_factor(factor: Any, peak: float, total_steps: int) -> None:
+    """Warn of a learning_rate() in model.py that seems to return rates instead of factors."""
+    steps = range(1, total_steps + 1, max(1, total_steps // 100))
+    if factor and peak < 0.1 and (top := max(factor(step, total_steps) for step in steps)) < 0.1:
+        message = "warning: learning_rate() of model.py returns at most %g: it is a factor of"
+        logger.warning(f"{message} optimizer.learning_rate=%g", top, peak)
 
 
 def set_mode(optimizer: Any, mode: str) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 from .config import Config
+from .optimizer import check_saved, load_group, unsaved_of
 from .ranks import Rank, all_reduce
 
 BATCH_NORMS = (
@@ -40,8 +41,6 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, *BATCH_NORMS)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SENDS_ZEROS = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """False before torch 2.13: ranks that leave out other parameters would add up other weights' gradients."""
-NOT_LOADED = {"params", "initial_lr", "weight_decay", "betas", "momentum", "fused"}
-"""Entries of an optimizer's groups that config.yaml or the machine decides."""
 logger = logging.getLogger(__name__)
 
 
@@ -76,6 +75,8 @@ class Strategy:
     has_collective_forward = False  # forward waits for other ranks: all must run it equally often
     needs_all_gradients = False
     has_parts = False  # of each weight, as a DTensor
+    has_told = False  # of buffers that differ between ranks
+    _built: Any = None  # the optimizer, as it was built
 
     def __init__(self, config: Config, rank: Rank) -> None:
         self.config, self.rank, self.collect = config, rank, gather
@@ -97,7 +98,8 @@ class Strategy:
             parameter: name for name, parameter in self.module.named_parameters()
         }
         if build_optimizer is not None:
-            self.optimizer = build_optimizer(self.module)
+            self.optimizer = self._built = build_optimizer(self.module)
+            self._unsaved = unsaved_of(self._built)
 
     def move(self, module: nn.Module) -> nn.Module:
         return module.to(self.rank.device)
@@ -136,6 +138,11 @@ class Strategy:
             problem = f"{', '.join(unused)} got no gradient, and ranks wait for all"
             remedy = "Freeze them, or set strategy=ddp and ddp.find_unused_parameters=true"
             raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}.")
+
+    def check_optimizer(self) -> None:
+        """After the first step, raise ConfigError if it changed what no checkpoint would hold."""
+        if self._built is not None:
+            check_saved(self._built, self._unsaved)
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Clip, step, and drop the gradients. Return their norm before clipping, if there is a limit."""
@@ -197,12 +204,10 @@ class Strategy:
     def _set_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Load rank 0's state of the optimizer on all ranks. torch's own function takes a step."""
         for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
             names = [self._names[parameter] for parameter in group["params"]]
             for former in saved["param_groups"]:
                 if {*names} & {*former["params"]}:
-                    kept = {key: value for key, value in former.items() if key not in NOT_LOADED}
-                    group.update(apply_to_collection(kept, Tensor, receive, self.rank))
+                    load_group(group, apply_to_collection(former, Tensor, receive, self.rank))
             is_on_device = group.get("fused") or group.get("capturable")  # then so is its count
             for parameter, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(name, {})

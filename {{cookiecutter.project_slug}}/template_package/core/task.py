@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from .. import dataset as user_data
 from .. import model as user_model
 from ..errors import ConfigError
+from .random_states import generators_of
 
 Function = Callable[..., Any]
 IN_DATASET = ("build_datasets", "collate", "read_inputs")  # the other functions are in model.py
@@ -30,6 +31,10 @@ RESERVED = {
     "gradient_norm",
     "num_samples",
 }
+SAME_TERMS = (
+    "the terms of its loss must have the same names for each batch and on each rank. "
+    "Let one that does not apply be 0."
+)
 logger = logging.getLogger(__name__)
 
 
@@ -100,9 +105,33 @@ def find_task() -> Task:
         parameters = signature(loss_weight).parameters.values()
         if sum(parameter.default is parameter.empty for parameter in parameters) < 2:
             found["loss_weight"] = lambda batch, _module: loss_weight(batch)
+    found["compute_loss"] = _with_same_terms(found["compute_loss"])
     if found["training_metrics"] is not None:
         found["training_metrics"] = _checked(found["training_metrics"])
-    return Task(**found)
+    build_datasets = found["build_datasets"]
+
+    def build_checked(config: Any) -> Any:
+        built = build_datasets(config)
+        if not isinstance(built, tuple | list) or len(built) not in (2, 3):
+            rule = "it must return two or three data sets: training, validation and perhaps test"
+            raise ConfigError(f"build_datasets in dataset.py: {rule}.")
+        return built
+
+    return Task(**{**found, "build_datasets": build_checked})
+
+
+def _with_same_terms(compute_loss: Function) -> Function:
+    first_names: dict[bool, set[str]] = {}  # in training, and in evaluation
+
+    def checked(model: Any, batch: Any) -> Any:
+        returned = compute_loss(model, batch)
+        loss = returned[0] if isinstance(returned, tuple | list) and returned else None
+        names = {*loss} if isinstance(loss, dict) else set()
+        if first_names.setdefault(model.training, names) != names:
+            raise ConfigError(f"compute_loss in model.py: {SAME_TERMS}")
+        return returned
+
+    return checked
 
 
 def _checked(training_metrics: Function) -> Function:
@@ -135,8 +164,17 @@ def inner(dataset: Any) -> list[Any]:
     return found[1:]
 
 
-def tell_of_names(*datasets: Any) -> None:
-    """Warn of names in model.py, dataset.py and these data sets that look like misspelt names of ours."""
+def tell_of_names(model: Any, *datasets: Any) -> None:
+    """Warn of names in model.py, dataset.py and these data sets that look like misspelt names of ours.
+
+    Also of random generators that the model or model.py holds, since no checkpoint has their states.
+    """
+    known_ones = {id(one) for one in generators_of(*datasets, vars(user_data))}
+    if any(id(one) not in known_ones for one in generators_of(model, vars(user_model))):
+        message = (
+            "warning: model.py or the model holds a random generator, which no checkpoint saves"
+        )
+        logger.warning("%s and whose draws depend on the ranks. Draw from torch's own.", message)
     places = (
         user_model,
         user_data,

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Config
 from ..core import strategies as core
+from ..core.optimizer import load_group
 from ..core.ranks import Rank
 from ..core.strategies import blocks, broadcast
 from ..errors import ConfigError
@@ -42,15 +43,18 @@ class Strategy(core.Strategy):
             raise ConfigError(
                 f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run."
             )
-        former = self.optimizer.state
+        former = self.optimizer
         del self.model
         gc.collect()  # DDP's hooks on the parameters end with it
         self.model = self.wrap(self.module)
         self.optimizer = self._build_optimizer(self.module)
-        trained = {
-            parameter for group in self.optimizer.param_groups for parameter in group["params"]
-        }
-        self.optimizer.state.update({key: value for key, value in former.items() if key in trained})
+        for group in self.optimizer.param_groups:
+            for other in former.param_groups:
+                if {*group["params"]} & {*other["params"]}:
+                    load_group(group, other)
+            for parameter in group["params"]:
+                if parameter in former.state:
+                    self.optimizer.state[parameter] = former.state[parameter]
 
     def local_weights(self) -> list[Tensor]:
         """Return the parameters as this rank stores them: either whole, or only this rank's shard of each."""

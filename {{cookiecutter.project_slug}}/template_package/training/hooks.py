@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_replicas
 from ..core.random_states import drawing_for
 from ..core.task import Task
 from ..errors import ConfigError
@@ -23,16 +22,13 @@ def check_before_step(task: Task, strategy: Strategy) -> None:
         raise ConfigError(f"before_step in model.py: this strategy shows no gradients. {remedy}.")
 
 
-def call_on_epoch_begin(
-    task: Task, strategy: Strategy, seed: int, epochs: Iterable[int], step: int
-) -> None:
-    """Call on_epoch_begin(model, epoch) in model.py, where all ranks draw alike. Raise RuntimeError if they differ."""
+def call_on_epoch_begin(task: Task, strategy: Strategy, seed: int, epochs: Iterable[int]) -> None:
+    """Call on_epoch_begin(model, epoch) in model.py, where all ranks draw alike."""
     for epoch in epochs:
         with drawing_for(seed, -1 - epoch, *strategy.rank.devices):
             task.on_epoch_begin(strategy.module, epoch)
     # It may put BatchNorm layers in eval mode: from then on, forwards read their statistics.
     strategy.synchronize_buffers()
-    check_replicas(strategy, step, strategy.rank)
 
 
 def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:

@@ -185,7 +185,8 @@ def test_weights_that_on_epoch_begin_sets_otherwise_on_a_rank_end_the_run(projec
     )
     project.append("model.py", f"{hook}        model[3].bias.data.fill_(int(os.environ['RANK']))")
     output = project.run("device_ids=cpu,cpu", code=1)
-    assert "after step 7 '3.bias' differs between ranks" in output
+    assert "after step 14 '3.bias' differs between ranks" in output
+    assert not (project.directory("run") / "checkpoints" / "step_00000014.pt").exists()
 
 
 def test_schedule_may_change_where_learning_rate_takes_its_place(project: Project) -> None:
@@ -222,6 +223,29 @@ def test_strategy_that_cannot_train_other_parameters_later_says_so(project: Proj
     output = project.run("device_ids=cpu,cpu", "strategy=fsdp", code=2)
     assert "on_epoch_begin in model.py: it changed requires_grad after the first step" in output
     assert len(project.lines("run")) == 7
+
+
+def test_thaw_keeps_what_an_optimizer_counts_in_its_groups(project: Project) -> None:
+    """ScheduleFree and Prodigy count steps there: their counts began at 0 again."""
+    project.append(
+        "model.py",
+        LOGGED_EPOCHS
+        + """
+
+class Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step()
+
+
+def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    return Counting([p for p in model.parameters() if p.requires_grad], 0.01)
+""",
+    )
+    project.run("device_ids=cpu,cpu", "schedule.name=linear")
+    (group,) = project.checkpoint("run", 21)["optimizer"]["param_groups"]
+    assert group["k"] == 21 and group["initial_lr"] == 0.01 and len(group["params"]) == 6
 
 
 def test_frozen_part_does_not_move_before(project: Project) -> None:

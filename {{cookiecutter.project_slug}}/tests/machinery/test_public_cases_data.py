@@ -548,3 +548,21 @@ def test_generators_are_found_behind_many_annotations() -> None:
             self.transform = [[numpy.random.default_rng(0)]]
 
     assert len(generators_of(Annotated())) == 1
+
+
+@pytest.mark.parametrize("returned", ["train", "(train,)", "{'train': train}"])
+def test_data_sets_that_are_not_two_or_three_are_refused(project: Any, returned: str) -> None:
+    """One alone was unpacked into its first samples, and the loss failed on a number."""
+    project.append(
+        "dataset.py",
+        f"""
+_plain = build_datasets
+
+
+def build_datasets(config: DataConfig) -> Any:
+    train, *_ = _plain(config)
+    return {returned}
+""",
+    )
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert "error: build_datasets in dataset.py: it must return two or three data sets" in output

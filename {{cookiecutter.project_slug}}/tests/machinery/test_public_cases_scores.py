@@ -433,3 +433,154 @@ def test_mean_loss_of_an_epoch_counts_each_sample_once_wherever_it_was_begun(
     project.run("name=older", one, *words)
     assert "epoch_loss" not in project.lines("older")[5]
     assert project.lines("older")[8] == lines[8]
+
+
+TERMS = """
+_plain_loss = compute_loss
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> Any:
+    loss, outputs = _plain_loss(model, batch)
+    return {"own": loss, "size": 0.1 * outputs.square().mean()}, outputs
+"""
+
+
+@pytest.mark.parametrize("devices", RANKS)
+def test_best_checkpoint_by_a_term_of_the_loss_is_the_one_with_the_smallest(
+    project: Project, devices: str
+) -> None:
+    """With evaluation.mode=max, the default, the worst one was kept."""
+    project.append("model.py", TERMS)
+    words = f"device_ids={devices}", "evaluation.metric=own"
+    output = project.run(*words, "evaluation.mode=max", code=2)
+    assert "evaluation.mode=max: would keep the worst checkpoint of evaluation.metric=own" in output
+    project.run(*words, "evaluation.mode=min")
+    values = [line["own"] for line in project.lines("run", "validation")]
+    assert project.json("run", "summary.json")["best"]["own"] == min(values) < max(values)
+
+
+def test_figure_with_the_name_of_a_term_is_refused(project: Project) -> None:
+    """It took the term's place in the log."""
+    more = "def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:\n"
+    project.append("model.py", TERMS + more + '    return {"own": outputs.mean()}')
+    assert "own is a term of the loss, too. Rename it." in project.run(code=2)
+
+
+def test_a_weighted_mean_is_told_in_bf16_too(project: Project) -> None:
+    """Its tolerance of 3 % hid class weights, and precision=auto is bf16 on most GPUs."""
+    project.append(
+        "model.py",
+        """
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs = model(batch.inputs).float()
+    weights = 1 + (batch.inputs[:, 0] > 0)
+    errors = (outputs - batch.targets).square().mean(1)
+    return (errors * weights).sum() / weights.sum(), outputs
+""",
+    )
+    for precision in ("fp32", "bf16"):
+        output = project.run(f"training.precision={precision}", f"name={precision}")
+        assert "the loss is no mean over samples" in output
+
+
+CHANGING = """
+_plain_loss = compute_loss
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> Any:
+    loss, outputs = _plain_loss(model, batch)
+    terms = {"own": loss}
+    if CONDITION:
+        terms["size"] = 0.1 * outputs.square().mean()
+    return terms, outputs
+"""
+
+
+@pytest.mark.parametrize("devices", RANKS)
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "batch.inputs[0, 0] > 0",
+        "model.training and batch.inputs[0, 0] > 0",
+        "len(batch.inputs) == 7",
+    ],
+)
+def test_terms_of_the_loss_that_change_with_the_batch_are_refused(
+    project: Project, condition: str, devices: str
+) -> None:
+    """Ranks added up terms of other names: a wrong loss was logged, or the ranks hung."""
+    project.append("model.py", CHANGING.replace("CONDITION", condition))
+    words = "training.global_batch_size=15", "training.micro_batch_size=7", "logging.every_steps=1"
+    output = project.run(f"device_ids={devices}", *words, code=2)
+    assert "compute_loss in model.py: the terms of its loss must have the same names" in output
+
+
+def test_terms_of_another_name_on_each_rank_are_refused_before_step_1(project: Project) -> None:
+    code = CHANGING.replace("CONDITION", "torch.distributed.get_rank()")
+    project.append("model.py", code)
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert "compute_loss in model.py: the terms of its loss must have the same names" in output
+
+
+@pytest.mark.parametrize("devices", RANKS)
+def test_term_that_exists_in_training_alone_is_logged_there(project: Project, devices: str) -> None:
+    project.append("model.py", CHANGING.replace("CONDITION", "model.training"))
+    project.run(f"device_ids={devices}")
+    assert "size" in project.lines("run")[0]
+    assert "size" not in project.lines("run", "validation")[0]
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "error"])
+def test_metric_with_a_name_that_is_taken_is_refused(project: Project, name: str) -> None:
+    """It took the place of the loss, or of the step, in metrics.jsonl."""
+    project.append(
+        "model.py",
+        f"""
+def build_metrics(config: ModelConfig) -> Any:
+    from torchmetrics import MeanAbsoluteError, MetricCollection
+
+    return MetricCollection({{"absolute_error": MeanAbsoluteError(), "{name}": MeanAbsoluteError()}})
+
+
+def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {{"error": outputs.mean()}}
+""",
+    )
+    output = project.run("device_ids=cpu,cpu", code=2)
+    assert f"build_metrics in model.py: {name} is the name of another number" in output
+
+
+@pytest.mark.parametrize("devices", RANKS)
+def test_figure_of_a_batch_that_counts_nothing_does_not_count(
+    project: Project, devices: str
+) -> None:
+    """A mean of nothing, 0/0, made the logged one NaN, in training but not in evaluation."""
+    project.append(
+        "model.py",
+        """
+def loss_weight(batch: Batch) -> Tensor:
+    return (batch.inputs[:, 0] > 0.5).sum()
+
+
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs, counts = model(batch.inputs), (batch.inputs[:, 0] > 0.5)
+    errors = (outputs - batch.targets).square().mean(1)
+    return (errors * counts).sum() / counts.sum().clamp(min=1), outputs
+
+
+def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {"error": (outputs - batch.targets)[batch.inputs[:, 0] > 0.5].abs().mean()}
+""",
+    )
+    words = "training.micro_batch_size=1", "logging.every_steps=1", f"device_ids={devices}"
+    project.run(*words, "training.max_steps=3")
+    assert all(0 < line["error"] < 10 for line in project.lines("run"))
+
+
+def test_replicas_that_differ_are_never_saved(project: Project) -> None:
+    """Ranks that came to differ in the last epoch ended with 0."""
+    hook = "def after_step(model: Any, step: int, log: Any) -> None:\n    if step == 17:\n"
+    project.append("model.py", hook + "        model[3].bias.add_(torch.distributed.get_rank())")
+    output = project.run("device_ids=cpu,cpu", code=1)
+    assert "after step 21 '3.bias' differs between ranks" in output
+    assert not (project.directory("run") / "checkpoints" / "step_00000021.pt").exists()

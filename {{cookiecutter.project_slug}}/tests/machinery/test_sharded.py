@@ -144,7 +144,6 @@ def test_damaged_folders_are_told_and_the_one_before_is_taken(project: Project) 
         output = project.run(f"name=bit{number}", *SHARDED, "training.epochs=4")
         assert "step_00000021.dcp" in output and "cannot be used" in output, name
         assert "resuming after step 20" in output
-    shutil.rmtree(checkpoints / "step_00000021.dcp" / "crc.json", ignore_errors=True)
     (checkpoints / "step_00000021.dcp" / parts[1].name).unlink()
     (checkpoints / "step_00000099.dcp.part").mkdir()
     output = project.run("name=run", *SHARDED, "training.epochs=4")

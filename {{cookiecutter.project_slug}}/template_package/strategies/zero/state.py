@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
+from ...core.optimizer import NOT_LOADED
 from ...core.ranks import Rank
-from ...core.strategies import NOT_LOADED
 from ...errors import ConfigError
 
 
