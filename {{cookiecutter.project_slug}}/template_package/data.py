@@ -26,10 +26,10 @@ WINDOW = 50  # global batches whose samples are sorted together, where samples h
 LONG = 10_000_000  # from this many samples on, an epoch's order is computed piece by piece
 
 
-def build_datasets(task: Task, config: Config, context: Rank) -> tuple[Dataset[Any], ...]:
+def build_datasets(task: Task, config: Config, rank: Rank) -> tuple[Dataset[Any], ...]:
     """Build the user's data sets with the same seed on all ranks. Local rank 0 builds (and downloads) them first."""
     seed_generators(config.seed)
-    with context.local_rank_first("data"):
+    with rank.local_rank_first("data"):
         return tuple(task.build_datasets(config.data))
 
 
@@ -59,7 +59,7 @@ class TimedLoader(TrainLoader):
             asked_at = time.perf_counter()
 
 
-def create_loader(dataset: Any, task: Task, config: Config, context: Rank) -> TimedLoader:
+def create_loader(dataset: Any, task: Task, config: Config, rank: Rank) -> TimedLoader:
     """Return the loader of the training set. Raise ConfigError for a stream without an end."""
     training = config.training
     sizes = training.global_batch_size, training.micro_batch_size
@@ -68,7 +68,7 @@ def create_loader(dataset: Any, task: Task, config: Config, context: Rank) -> Ti
         raise ConfigError(f"loss_over in model.py, training.drop_last: {problem}. Leave both out.")
     if not is_stream(dataset):
         plan = OrderedPlan(dataset, task, "training", config.seed, training.global_batch_size)
-        return TimedLoader(plan, config.loader, context, *sizes, training.drop_last)
+        return TimedLoader(plan, config.loader, rank, *sizes, training.drop_last)
     ends = {
         "training.max_steps": training.max_steps,
         "checkpoint.every_steps": config.checkpoint.every_steps,
@@ -80,7 +80,7 @@ def create_loader(dataset: Any, task: Task, config: Config, context: Rank) -> Ti
     # By its text: an extra imports this file, and may have been deleted.
     stream = import_module(".extras.stream", __package__)
     loader: TimedLoader = stream.StreamLoader(
-        dataset, task, config.loader, context, config.seed, *sizes
+        dataset, task, config.loader, rank, config.seed, *sizes
     )
     return loader
 

@@ -55,8 +55,8 @@ def train_loader(
     task: Any = TASK,
 ) -> TimedLoader:  # fmt: skip
     plan = OrderedPlan(dataset or Squares(), task, "training", 5, size)
-    context, config = Rank(rank=rank, world_size=world_size), LoaderConfig(workers)
-    return TimedLoader(plan, config, context, global_batch_size=size, micro_batch_size=micro)
+    place, config = Rank(rank=rank, world_size=world_size), LoaderConfig(workers)
+    return TimedLoader(plan, config, place, global_batch_size=size, micro_batch_size=micro)
 
 
 def steps(

@@ -48,7 +48,7 @@ class StreamLoader(TimedLoader):
         dataset: Any,
         task: Task,
         config: Any,
-        context: Rank,
+        rank: Rank,
         seed: int,
         size: int,
         micro_batch_size: int | str,
@@ -57,11 +57,13 @@ class StreamLoader(TimedLoader):
             if any(getattr(one, name, None) is not None for one in (dataset, *inner(dataset))):
                 problem = "a training set without __len__ and __getitem__ has none. Set it to None"
                 raise ConfigError(f"{name}: {problem}.")
-        if size % context.world_size:
-            rule = f"all ranks read equal shares of a stream. Choose a multiple of {context.world_size}"
+        if size % rank.world_size:
+            rule = (
+                f"all ranks read equal shares of a stream. Choose a multiple of {rank.world_size}"
+            )
             raise ConfigError(f"training.global_batch_size={size}: {rule}.")
-        plan = StreamPlan(dataset, task, seed, context)
-        super().__init__(plan, config, context, size, micro_batch_size)
+        plan = StreamPlan(dataset, task, seed, rank)
+        super().__init__(plan, config, rank, size, micro_batch_size)
         # a step's micro-batches are counted before the first one is moved
         self.device = torch.device("cpu")
 
@@ -151,7 +153,7 @@ class StreamLoader(TimedLoader):
 class StreamPlan(Plan):
     """Reads one part of a stream, in the rank's own process or in a worker. A request says how many items to read."""
 
-    def __init__(self, dataset: Any, task: Task, seed: int, context: Rank) -> None:
+    def __init__(self, dataset: Any, task: Task, seed: int, rank: Rank) -> None:
         library = type(dataset).__module__.partition(".")[0]
         is_sharded = library in ("datasets", "webdataset")
         self._is_sharded = is_sharded or getattr(dataset, "is_sharded", False)
@@ -163,7 +165,7 @@ class StreamPlan(Plan):
         if library == "datasets" and dataset._distributed is None:
             from datasets.distributed import split_dataset_by_node
 
-            dataset = split_dataset_by_node(dataset, context.rank, context.world_size)
+            dataset = split_dataset_by_node(dataset, rank.rank, rank.world_size)
         # not in the state
         self._has_state = hasattr(dataset, "load_state_dict") and not _has(layers, "buffer_size")
         self._beginning = deepcopy(dataset.state_dict()) if self._has_state else None

@@ -12,16 +12,16 @@ from .base import Strategy
 __all__ = ["Strategy", "create_strategy", "settle_precision"]
 
 
-def create_strategy(config: Config, context: Rank) -> Strategy:
+def create_strategy(config: Config, rank: Rank) -> Strategy:
     """Build the configured strategy. With one rank, skip the wrapper for ddp, and for fsdp without CPU offload."""
     is_plain = config.strategy == "ddp" or (
         config.strategy == "fsdp" and not config.fsdp.cpu_offload
     )
-    if is_plain and context.world_size == 1:
-        return Strategy(config, context)
+    if is_plain and rank.world_size == 1:
+        return Strategy(config, rank)
     try:
         chosen: Any = import_module(f".{config.strategy}", __package__)
-        strategy: Strategy = chosen.STRATEGY(config, context)
+        strategy: Strategy = chosen.STRATEGY(config, rank)
     except ModuleNotFoundError as error:
         remedy = f"Type: python -m pip install -c constraints.txt -e '.[{config.strategy}]'"
         raise ConfigError(

@@ -31,8 +31,8 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
     model: Any
     optimizer: Any
 
-    def __init__(self, config: Config, context: Rank) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
         self._zero: Any = vars(config)["deepspeed"]  # of options_deepspeed.py
         self._stage, self._precision = self._zero.zero_stage, config.training.precision
         self.has_gradients = self._stage == 0
@@ -44,7 +44,7 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.needs_all_gradients = False
         # or a collective backward, before the last micro-batch
         self.has_collective_forward = self._stage > 0
-        self._deepspeed = _import_deepspeed(context)
+        self._deepspeed = _import_deepspeed(rank)
 
     def prepare(self, model: nn.Module, build_optimizer: BuildOptimizer | None = None) -> None:
         """Build the DeepSpeed engine from the model and the optimizer. For evaluation, only stage 3 needs an engine."""
@@ -188,11 +188,11 @@ class DeepSpeedStrategy(DistributedDataParallelStrategy):
         self.optimizer.override_loss_scale(self.scaler.get_scale())
 
 
-def _import_deepspeed(context: Rank) -> Any:
+def _import_deepspeed(rank: Rank) -> Any:
     """Import DeepSpeed for this rank's device. On a machine with a GPU, DeepSpeed itself would never choose the CPU."""
     os.environ |= {
-        "DS_ACCELERATOR": context.device.type,
-        "LOCAL_RANK": launch_variables(context)["LOCAL_RANK"],
+        "DS_ACCELERATOR": rank.device.type,
+        "LOCAL_RANK": launch_variables(rank)["LOCAL_RANK"],
     }
     warnings.filterwarnings(
         "ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor). is deprecated", FutureWarning

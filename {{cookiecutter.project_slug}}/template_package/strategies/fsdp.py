@@ -14,17 +14,17 @@ from .base import Strategy, join_alone
 class FullyShardedStrategy(Strategy, FsdpStrategy):
     can_rebuild = False
 
-    def __init__(self, config: Config, context: Rank) -> None:
-        super().__init__(config, context)
-        join_alone(context)
+    def __init__(self, config: Config, rank: Rank) -> None:
+        super().__init__(config, rank)
+        join_alone(rank)
         self.options["reshard_after_forward"] = config.fsdp.reshard_after_forward
         if (replicas := config.fsdp.replicas) > 1:
-            if context.world_size % replicas:
-                rule = f"must divide the {context.world_size} ranks"
+            if rank.world_size % replicas:
+                rule = f"must divide the {rank.world_size} ranks"
                 raise ConfigError(
                     f"fsdp.replicas={replicas}: {rule}. Set it to the number of nodes."
                 )
-            self.mesh = {"replicate": replicas, "shard": context.world_size // replicas}
+            self.mesh = {"replicate": replicas, "shard": rank.world_size // replicas}
         if config.fsdp.cpu_offload:
             policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
             self.options["offload_policy"] = policy

@@ -45,7 +45,7 @@ def load_run(
     average: WeightAverage | None,
 ) -> None:
     """Seed the RNGs and restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
-    context = strategy.rank
+    rank = strategy.rank
     if state:
         # older files lack it
         former = state["early_stopping"].get("num_samples", progress.num_samples)
@@ -58,9 +58,9 @@ def load_run(
             average.set_weights(state.get("average", state["model"]))
         progress.load_state_dict(state)
     # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
-    seed_generators(derive_seed(config.seed, -1 - context.rank, progress.step))
-    if state and len(state["random_states"]) == context.world_size:
-        set_random_states(state["random_states"][context.rank], *context.devices)
+    seed_generators(derive_seed(config.seed, -1 - rank.rank, progress.step))
+    if state and len(state["random_states"]) == rank.world_size:
+        set_random_states(state["random_states"][rank.rank], *rank.devices)
 
 
 def collect_state(

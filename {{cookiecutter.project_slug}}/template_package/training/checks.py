@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class MemoryLimit:
     """Lowers this rank's micro-batch size if memory runs out. A file in the run's folder stores the size."""
 
-    def __init__(self, directory: Path, context: Rank, loader: TimedLoader) -> None:
-        self._path = directory / f"micro_batch_size_rank_{context.rank}.txt"
-        self._context, self._loader = context, loader
+    def __init__(self, directory: Path, rank: Rank, loader: TimedLoader) -> None:
+        self._path = directory / f"micro_batch_size_rank_{rank.rank}.txt"
+        self._rank, self._loader = rank, loader
         size = (
             int(self._path.read_text(encoding="utf-8"))
             if self._path.exists() and not loader.plan.task.compares_samples
@@ -51,9 +51,9 @@ class MemoryLimit:
                 may_try = False
             except RuntimeError as error:
                 self._halve(error)
-            if self._context.device.type == "cuda":
+            if self._rank.device.type == "cuda":
                 torch.cuda.empty_cache()  # now that the error, and the frames it holds, are gone
-        size = torch.tensor(self._loader.micro_batch_size, device=self._context.device)
+        size = torch.tensor(self._loader.micro_batch_size, device=self._rank.device)
         self._loader.micro_batch_size = int(all_reduce(size, dist.ReduceOp.MIN))
 
     @contextmanager
