@@ -24,6 +24,7 @@ from .core.checks import (
     check_finite,
     check_global_batch,
     check_replicas,
+    check_samples,
     rehearse,
     rehearse_last,
 )
@@ -171,6 +172,7 @@ class Trainer:
                 and self.rank.world_size > 1
             ):
                 check_global_batch(self.strategy, self.loader, self.task)
+            check_samples(self.loader, self.rank)
         memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
             rehearse(

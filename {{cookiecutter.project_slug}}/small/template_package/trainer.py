@@ -32,6 +32,7 @@ from .core.checks import (
     check_global_batch,
     check_model,
     check_replicas,
+    check_samples,
     rehearse,
     rehearse_last,
 )
@@ -341,6 +342,7 @@ class Trainer:
         progress, evaluation = self.progress, self.config.evaluation
         if self.task.compares_samples and self.rank.world_size > 1:
             check_global_batch(self.strategy, self.loader, self.task)
+        check_samples(self.loader, self.rank)
         self.loader.start(progress.epoch, progress.position)
         first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)

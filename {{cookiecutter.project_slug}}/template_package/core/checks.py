@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, FailureError
 from .data import MicroBatch, TrainLoader, loss_weight_of
-from .evaluation import check_names, figures_of, in_eval_mode, total_of
+from .evaluation import check_names, figures_of, in_eval_mode, telling_of_changes, total_of
 from .global_batch import ALONE, global_batch
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce
@@ -77,6 +77,7 @@ def rehearse(
             buffers_restored(module),
             strategy.accumulate(is_last_micro_batch=not is_trial),
             global_batch(request.batch_size),
+            telling_of_changes(strategy, task),
         ):
             with strategy.autocast():
                 returned: Any = task.compute_loss(strategy.model, batch)
@@ -106,6 +107,23 @@ def rehearse(
     finally:
         hook.remove()
         strategy.optimizer.zero_grad()
+
+
+def check_samples(loader: TrainLoader, rank: Rank) -> None:
+    """Warn if a sample is another one when it is read again, or on another rank. Then call start()."""
+    if loader.num_samples == sys.maxsize:  # of a stream, ranks read other parts
+        return
+    sums = list[Tensor]()
+    for batch, _ in loader.read_few(2):  # the second is the same on all ranks
+        tensors: list[Tensor] = [torch.zeros(1)]
+        apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
+        dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
+        sums.append(torch.stack([checksum(tensor).to(rank.device) for tensor in dense]).sum())
+    largest, negated = all_reduce(torch.stack([sums[1], -sums[1]]), dist.ReduceOp.MAX)
+    if largest + negated or (rank.world_size == 1 and sums[0] != sums[1]):
+        message = "warning: a training sample is another one when it is read again, or on another"
+        message += " rank: build_datasets() or __getitem__ draws what nothing seeds (a"
+        logger.warning("%s default_rng() made there), or reads what differs.", message)
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task, epoch: int) -> None:
@@ -250,11 +268,12 @@ def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
     if weights:
         remedy = "compute_loss must call model(...), and nothing else may change weights"
         raise RuntimeError(f"after step {step} {weights[0]!r} differs between ranks: {remedy}")
-    if differing and not strategy.config.ddp.broadcast_buffers and not strategy.has_told:
-        strategy.has_told = True
+    new = {*differing} - strategy.told
+    if new and not strategy.config.ddp.broadcast_buffers:
+        strategy.told |= new
         message = "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and"
         message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples (gather_rows)."
-        logger.warning(message, ", ".join(differing))
+        logger.warning(message, ", ".join(sorted(new)))
 
 
 def checksum(tensor: Tensor) -> Tensor:

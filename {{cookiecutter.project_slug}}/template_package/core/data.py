@@ -331,7 +331,11 @@ class EvaluationLoader(Loader):
         """Read this rank's share; or its first micro-batch, in parts that draw what it draws whole."""
         rank, world_size = self._rank.rank, self._rank.world_size
         requests: list[Request] = []
-        for batch in torch.split(self.order, self._batch_size or self.num_samples):
+        order = self.order
+        if num_parts and not self._batch_size:  # not the first ones, which may be of one class
+            few = min(len(order), micro_batch_size * world_size)
+            order = order[torch.arange(few) * len(order) // few]
+        for batch in torch.split(order, self._batch_size or self.num_samples):
             size = len(batch) if self._batch_size else micro_batch_size
             pieces = cut_share(batch, rank, world_size, size)
             for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:

@@ -17,6 +17,7 @@ from ..errors import ConfigError, Interrupted
 from .config import Config, LoaderConfig
 from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
 from .global_batch import global_batch
+from .optimizer import leaves_of, mark_of
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
@@ -73,6 +74,35 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
         for part, is_training in modes:
             if part.training != is_training:
                 part.train(is_training)
+
+
+@contextmanager
+def telling_of_changes(strategy: Strategy, task: Task) -> Iterator[None]:
+    """Warn of numbers that the body changes in the model or model.py, and no checkpoint holds."""
+
+    def marks() -> dict[str, list[float]]:
+        found: dict[str, Any] = {**task.model_globals}
+        for name, part in strategy.module.named_modules():
+            own = vars(part).items()
+            found |= {f"{name}.{key}".lstrip("."): v for key, v in own if not key.startswith("_")}
+        for name, weight in strategy.module.named_parameters():
+            if not weight.requires_grad:  # an encoder that forward moves
+                found[name] = weight.detach()
+        return {name: [mark_of(leaf) for leaf in leaves_of(v)] for name, v in found.items()}
+
+    former = marks()
+    yield
+    found = marks()
+    changed = {name for name in found if found[name] != former.get(name)} - strategy.told
+    if changed:
+        strategy.told |= changed
+        message = (
+            "warning: compute_loss or a metric changes %s of the model or model.py. So do trials"
+        )
+        message += (
+            " of them, and no checkpoint holds it: register a buffer, or change it in after_step."
+        )
+        logger.warning(message, ", ".join(sorted(changed)[:5]))
 
 
 class Evaluator:
@@ -185,7 +215,8 @@ class Evaluator:
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate a micro-batch. Raise ConfigError for a wrong metric or mode."""
-        whole = self.check_means(strategy)
+        with telling_of_changes(strategy, self._task):
+            whole = self.check_means(strategy)
         metric, mode = self._config.evaluation.metric, self._config.evaluation.mode
         if metric not in whole:
             problem = f"not among the numbers of an evaluation ({', '.join(whole)})"

@@ -86,18 +86,18 @@ def unsaved_of(optimizer: Any) -> dict[str, list[float]]:
     return found
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield what stands in dicts, lists and tuples, however deep."""
+def leaves_of(value: Any, depth: int = 5) -> Iterator[Any]:
+    """Yield what stands in dicts, lists and tuples, which may stand in others."""
     if isinstance(value, dict):
         value = [*value.values()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and depth:
         for item in value:
-            yield from leaves_of(item)
+            yield from leaves_of(item, depth - 1)
     else:
         yield value
 
 
-def mark_of(value: Any, state: Any) -> float:
+def mark_of(value: Any, state: Any = None) -> float:
     """Return a number that changes with a tensor, a number, or an optimizer with another state."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         own = value.to_local() if isinstance(value, DTensor) else value

@@ -75,7 +75,7 @@ class Strategy:
     has_collective_forward = False  # forward waits for other ranks: all must run it equally often
     needs_all_gradients = False
     has_parts = False  # of each weight, as a DTensor
-    has_told = False  # of buffers that differ between ranks
+    told: frozenset[str] = frozenset()  # what was warned of
     _built: Any = None  # the optimizer, as it was built
 
     def __init__(self, config: Config, rank: Rank) -> None:
@@ -251,6 +251,7 @@ class DdpStrategy(Strategy):
             **self.options,
         )
         del model.dim  # it would hide the module's own
+        model.is_made = True
         return model
 
     def accumulate(self, *, is_last_micro_batch: bool) -> AbstractContextManager[None]:
@@ -259,6 +260,14 @@ class DdpStrategy(Strategy):
 
 class ShowsModule(nn.Module):
     """A wrapper that has the attributes of the user's module, too."""
+
+    is_made = False  # True: what compute_loss() sets from now on is the module's
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_made and name not in vars(self):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

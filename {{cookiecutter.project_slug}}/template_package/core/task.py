@@ -68,6 +68,11 @@ class Task:
         return bool(self.loss_over == "global_batch")
 
     @property
+    def model_globals(self) -> dict[str, Any]:
+        """The names in model.py."""
+        return vars(user_model)
+
+    @property
     def data_globals(self) -> dict[str, Any]:
         """The names in dataset.py. Random generators may be among their values."""
         return vars(user_data)

@@ -566,3 +566,65 @@ def build_datasets(config: DataConfig) -> Any:
     )
     output = project.run("device_ids=cpu,cpu", code=2)
     assert "error: build_datasets in dataset.py: it must return two or three data sets" in output
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize(
+    ("code", "is_told"),
+    [
+        ("numpy.random.default_rng().random()", True),
+        ("os.getpid()", None),
+        ("numpy.random.random() + OWN.random()", False),
+    ],
+)
+def test_samples_that_are_others_when_read_again_are_told(
+    project: Any, code: str, is_told: bool | None, devices: str
+) -> None:
+    """Splits drawn by a fresh default_rng() were others on each rank, and validated on what others trained on."""
+    project.append(
+        "dataset.py",
+        f"""
+import os
+
+import numpy
+
+OWN = numpy.random.default_rng()
+_plain = build_datasets
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index], torch.tensor({code})
+
+
+def collate(items: list[Any]) -> Any:
+    return torch.utils.data.default_collate([item for item, _ in items]), [x for _, x in items]
+
+
+def build_datasets(config: DataConfig) -> Any:
+    return tuple(Drawing(part) for part in _plain(config))
+""",
+    )
+    project.append(
+        "model.py",
+        """
+_plain = compute_loss
+
+
+def compute_loss(model: Any, batch: Any) -> Any:
+    return _plain(model, batch[0])
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Any) -> None:
+    metrics.update(outputs, batch[0].targets)
+""",
+    )
+    output = project.run(f"device_ids={devices}", "training.max_steps=2")
+    expected = devices != "cpu" if is_told is None else is_told
+    assert ("warning: a training sample is another one when it is read again" in output) is expected

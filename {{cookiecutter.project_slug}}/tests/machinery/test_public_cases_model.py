@@ -689,3 +689,86 @@ def test_rate_of_0_is_refused_where_groups_have_their_own(project: Project) -> N
     """The schedule scales a group's rate by its part of optimizer.learning_rate: all got 0."""
     use_optimizer(project, "torch.optim.SGD(model.parameters(), 0.1)")
     assert "optimizer.learning_rate=0: " in refused(project, "optimizer.learning_rate=0")
+
+
+CHANGED = """
+COUNTS = {"calls": 0}
+SCORES: list[Tensor] = []
+
+
+class Own(nn.Linear):
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        IN_FORWARD
+        return super().forward(inputs)
+
+
+_plain_update = update_metrics
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
+    IN_METRICS
+    _plain_update(metrics, outputs, batch)
+"""
+
+
+@pytest.mark.parametrize("words", STRATEGIES)
+@pytest.mark.parametrize(
+    ("in_forward", "in_metrics", "name"),
+    [
+        ("self.calls += 1", "", "0.calls"),
+        ("COUNTS['calls'] += 1", "", "COUNTS"),
+        ("self.seen = inputs.detach().mean()", "", "0.seen"),
+        ("FROZEN", "", "1.weight"),
+        ("", "SCORES.append(outputs)", "SCORES"),
+        ("", "", ""),
+    ],
+)
+def test_what_no_checkpoint_holds_and_trials_change_is_told(
+    project: Project, in_forward: str, in_metrics: str, name: str, words: str
+) -> None:
+    """Annealing by a count in forward() was 5 % off after a resume; scores in a list counted the trials."""
+    frozen = "self.other[0].weight.data *= 0.9"
+    code = CHANGED.replace("IN_FORWARD", in_forward.replace("FROZEN", frozen) or "pass")
+    use_model(
+        project, "Own(6, 2), nn.Linear(2, 2)", code.replace("IN_METRICS", in_metrics or "pass")
+    )
+    more = "    model[1].weight.requires_grad_(False)\n    model[0].other = [model[1]]\n    return model"
+    text = project.folder / "template_package" / "model.py"
+    text.write_text(text.read_text().rstrip().removesuffix("    return model") + more)
+    output = project.run(*words.split(), "training.max_steps=2")
+    line = f"warning: compute_loss or a metric changes {name} of the model or model.py."
+    assert output.count("warning: compute_loss or a metric changes") == bool(name), output
+    assert not name or line in output
+
+
+def test_attribute_that_compute_loss_sets_is_the_models_on_any_ranks(project: Project) -> None:
+    """On several ranks it was the wrapper's, and forward() did not see it: another loss."""
+    use_model(
+        project,
+        "Scaled(6, 2)",
+        """
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.scale
+
+
+def build(config: ModelConfig) -> nn.Module:
+    return Scaled(6, 2)
+
+
+def compute_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    model.scale = 0.5
+    outputs = model(batch.inputs)
+    return (outputs - batch.targets).square().mean(), outputs
+""",
+    )
+    text = project.folder / "template_package" / "model.py"
+    text.write_text(text.read_text() + "\n\nbuild_model = build\n")
+    for words in RANKS:
+        project.run(words, f"name={words[-1] * len(words)}", "training.max_steps=5")
+    one, two = (project.lines(words[-1] * len(words)) for words in RANKS)
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)

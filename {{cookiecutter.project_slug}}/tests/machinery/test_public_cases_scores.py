@@ -584,3 +584,31 @@ def test_replicas_that_differ_are_never_saved(project: Project) -> None:
     output = project.run("device_ids=cpu,cpu", code=1)
     assert "after step 21 '3.bias' differs between ranks" in output
     assert not (project.directory("run") / "checkpoints" / "step_00000021.pt").exists()
+
+
+def test_a_weighted_mean_is_told_if_the_first_samples_are_of_one_class(project: Project) -> None:
+    """A validation set sorted by class, as folders of images are, hid class weights from the trial."""
+    project.append(
+        "model.py",
+        """
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs = model(batch.inputs)
+    weights = 1 + (batch.inputs[:, 0] > 0)
+    errors = (outputs - batch.targets).square().mean(1)
+    return (errors * weights).sum() / weights.sum(), outputs
+""",
+    )
+    project.append(
+        "dataset.py",
+        """
+_plain = build_datasets
+
+
+def build_datasets(config: DataConfig) -> Any:
+    train, validation, test = _plain(config)
+    order = sorted(range(len(validation)), key=lambda index: bool(validation[index].inputs[0] > 0))
+    return train, torch.utils.data.Subset(validation, order), test
+""",
+    )
+    output = project.run("training.micro_batch_size=8")
+    assert "warning: the loss is no mean over samples" in output
