@@ -3,8 +3,7 @@
 The sections are subclasses of core's, so that core's functions take them. A file options_<section>.py adds a section.
 """
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -14,9 +13,8 @@ from typing import Annotated, Any, Literal, dataclass_transform
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from .core import config as core
-from .core.config import BelowOne, build_config, differing_keys, unread_keys
+from .core.config import BelowOne, build_config
 from .core.settings import read_command_line
-from .core.task import Task
 from .optional_files import available_files
 
 
@@ -143,35 +141,3 @@ class Config(core.Config):
 def load_config(path: Path, words: Sequence[str] = ()) -> Config:
     """Read the file, apply `key=value` words and return the Config. Raise ConfigError for a wrong key or value."""
     return build_config(read_command_line(words, path), Config)
-
-
-def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
-    """Yield a line for each setting that is no default and that another one, or a function of model.py, overrides."""
-    schedule, evaluation = config.schedule.name, config.evaluation
-    is_evaluated = evaluation.every_epochs or evaluation.every_steps
-    section = config.strategy if hasattr(config, config.strategy) else "ddp"
-    rules = (
-        (
-            "schedule[.]",
-            task.learning_rate is not None,
-            "learning_rate() in model.py takes its place",
-        ),
-        (
-            "optimizer[.](?!l)",
-            task.build_optimizer is not None,
-            "build_optimizer() in model.py may ignore it",
-        ),
-        ("|".join(unread_keys(config)), True, f"schedule.name={schedule}"),
-        (
-            "schedule[.]name=plateau|training[.]early_stopping",
-            not is_evaluated,
-            "there are no evaluations",
-        ),
-        (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
-        ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
-    )
-    for key, change in differing_keys({}, config).items():  # from the defaults
-        setting = f"{key}={change.partition(' -> ')[2]}"
-        reasons = [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]
-        if reasons:
-            yield f"{setting} has no effect: {reasons[0]}"

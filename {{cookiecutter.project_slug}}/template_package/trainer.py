@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .config import Config, settings_without_effect
+from .config import Config
 from .core.checkpoint import export_weights, find_run, read_once, recount, tell_changes
 from .core.checks import (
     check_finite,
@@ -27,6 +27,7 @@ from .core.checks import (
     check_samples,
     rehearse,
     rehearse_last,
+    settings_without_effect,
 )
 from .core.evaluation import figures_of, total_of
 from .core.group import StopRequest

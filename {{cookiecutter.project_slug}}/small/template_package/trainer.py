@@ -35,6 +35,7 @@ from .core.checks import (
     check_samples,
     rehearse,
     rehearse_last,
+    settings_without_effect,
 )
 from .core.config import Config, to_dict
 from .core.data import Plan, TrainLoader
@@ -123,6 +124,8 @@ class Trainer:
         self.strategy.prepare(model, partial(choose_optimizer, task, config=config.optimizer))
         check_factor(task.learning_rate, config.optimizer.learning_rate, self.total_steps)
         tell_of_names(self.strategy.module, train_data, validation_data)
+        for line in settings_without_effect(config, task):
+            logger.info(line)
 
     @property
     def is_complete(self) -> bool:

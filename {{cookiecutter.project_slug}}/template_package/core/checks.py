@@ -2,7 +2,9 @@
 
 import logging
 import math
+import re
 import sys
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError, FailureError
+from .config import Config, differing_keys, unread_keys
 from .data import MicroBatch, TrainLoader, loss_weight_of
 from .evaluation import check_names, figures_of, in_eval_mode, telling_of_changes, total_of
 from .global_batch import ALONE, global_batch
@@ -280,3 +283,35 @@ def checksum(tensor: Tensor) -> Tensor:
     """Return a sum of all the tensor's bytes, as int64. It depends on their places, too."""
     content = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return torch.stack([content[::n].sum(dtype=torch.int64) * n for n in (1, 2, 3, 5)]).sum()
+
+
+def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
+    """Yield a line for each setting that is no default and that another one, or a function of model.py, overrides."""
+    schedule, evaluation = config.schedule.name, config.evaluation
+    is_evaluated = evaluation.every_epochs or evaluation.every_steps
+    section = config.strategy if hasattr(config, config.strategy) else "ddp"
+    rules = (
+        (
+            "schedule[.]",
+            task.learning_rate is not None,
+            "learning_rate() in model.py takes its place",
+        ),
+        (
+            "optimizer[.](?!l)",
+            task.build_optimizer is not None,
+            "build_optimizer() in model.py may ignore it",
+        ),
+        ("|".join(unread_keys(config)), True, f"schedule.name={schedule}"),
+        (
+            "schedule[.]name=plateau|training[.]early_stopping",
+            not is_evaluated,
+            "there are no evaluations",
+        ),
+        (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
+        ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
+    )
+    for key, change in differing_keys({}, config).items():  # from the defaults
+        setting = f"{key}={change.partition(' -> ')[2]}"
+        reasons = [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]
+        if reasons:
+            yield f"{setting} has no effect: {reasons[0]}"

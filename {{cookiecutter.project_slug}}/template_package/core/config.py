@@ -280,6 +280,7 @@ def _explain(key: str, value: Any, problem: Any, defaults: Settings) -> str:
             key = f"{key}.{name}"
         last = {other: other.rpartition(".")[2] for other in defaults}
         section, _, name = key.rpartition(".")
+        name = {"lr": "learning_rate", "wd": "weight_decay"}.get(name, name)
         own = {last[other] for other in defaults if other.startswith(f"{section}.")}
         names = get_close_matches(name, own, 2, 0.7)
         alike = [f"{section}.{other}" for other in names]

@@ -17,7 +17,7 @@ from ..errors import ConfigError, Interrupted
 from .config import Config, LoaderConfig
 from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
 from .global_batch import global_batch
-from .optimizer import leaves_of, mark_of
+from .optimizer import changed_marks, leaves_of, mark_of
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
@@ -92,8 +92,7 @@ def telling_of_changes(strategy: Strategy, task: Task) -> Iterator[None]:
 
     former = marks()
     yield
-    found = marks()
-    changed = {name for name in found if found[name] != former.get(name)} - strategy.told
+    changed = {*changed_marks(former, marks())} - strategy.told
     if changed:
         strategy.told |= changed
         message = (

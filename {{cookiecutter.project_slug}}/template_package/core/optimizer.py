@@ -36,7 +36,7 @@ def choose_optimizer(task: "Task", model: nn.Module, config: "OptimizerConfig") 
     optimizers = built if isinstance(built, list | tuple) else [built]
     for one in optimizers:
         try:
-            signature(one.step).bind()
+            signature(type(one).step).bind(one)  # a scheduler may have wrapped its own
         except TypeError:
             problem = f"{type(one).__name__}.step() needs a closure, and the trainer has none"
             raise ConfigError(f"build_optimizer in model.py: {problem}. Take another.") from None
@@ -86,6 +86,11 @@ def unsaved_of(optimizer: Any) -> dict[str, list[float]]:
     return found
 
 
+def changed_marks(former: dict[str, list[float]], now: dict[str, list[float]]) -> list[str]:
+    """Return the names of what is another number than before. What is new was 0."""
+    return [name for name in now if now[name] != former.get(name, [0] * len(now[name]))]
+
+
 def leaves_of(value: Any, depth: int = 5) -> Iterator[Any]:
     """Yield what stands in dicts, lists and tuples, which may stand in others."""
     if isinstance(value, dict):
@@ -111,7 +116,7 @@ def mark_of(value: Any, state: Any = None) -> float:
 def check_saved(optimizer: Any, former: dict[str, list[float]]) -> None:
     """Raise ConfigError if a step has changed what no checkpoint holds. `former` is from before it."""
     found = unsaved_of(optimizer)
-    changed = [name for name in found if found[name] != former.get(name, [])]
+    changed = changed_marks(former, found)
     changed += [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
     if changed:
         problem = f"a step changes {changed[0]}, which no checkpoint would hold"
@@ -128,7 +133,8 @@ def load_group(group: dict[str, Any], former: dict[str, Any]) -> None:
 def check_factor(factor: Any, peak: float, total_steps: int) -> None:
     """Warn of a learning_rate() in model.py that seems to return rates instead of factors."""
     steps = range(1, total_steps + 1, max(1, total_steps // 100))
-    if factor and peak < 0.1 and (top := max(factor(step, total_steps) for step in steps)) < 0.1:
+    limit = max(0.1, peak) if peak < 1 else 0.0
+    if factor and (top := max(factor(step, total_steps) for step in steps)) <= limit:
         message = "warning: learning_rate() of model.py returns at most %g: it is a factor of"
         logger.warning(f"{message} optimizer.learning_rate=%g", top, peak)
 

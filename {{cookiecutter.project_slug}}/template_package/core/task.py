@@ -31,6 +31,7 @@ RESERVED = {
     "gradient_norm",
     "num_samples",
 }
+LIGHTNINGS = {"configure_optimizers": "build_optimizer", "on_train_epoch_start": "on_epoch_begin"}
 SAME_TERMS = (
     "the terms of its loss must have the same names for each batch and on each rank. "
     "Let one that does not apply be 0."
@@ -193,6 +194,7 @@ def tell_of_names(model: Any, *datasets: Any) -> None:
         "label_names",
     ]
     for name in names:
-        close = get_close_matches(name, known, n=1, cutoff=0.8)
+        close = [LIGHTNINGS[name]] if name in LIGHTNINGS else []
+        close = close or get_close_matches(name, known, n=1, cutoff=0.8)
         if close and close[0] not in names:
             logger.warning("warning: the trainer does not use %s. Did you mean %s?", name, close[0])

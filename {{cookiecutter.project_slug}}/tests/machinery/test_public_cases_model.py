@@ -772,3 +772,29 @@ def compute_loss(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         project.run(words, f"name={words[-1] * len(words)}", "training.max_steps=5")
     one, two = (project.lines(words[-1] * len(words)) for words in RANKS)
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+
+
+@pytest.mark.parametrize("words", RANKS)
+def test_settings_that_a_function_takes_the_place_of_are_told(project: Project, words: str) -> None:
+    """Row 14 of the public cases: a small project said nothing."""
+    code = "def learning_rate(step: int, total_steps: int) -> float:\n    return 1.0\n"
+    project.append("model.py", code)
+    output = project.run(words, "schedule.warmup_steps=2", "training.max_steps=1")
+    line = "schedule.warmup_steps=2 has no effect: learning_rate() in model.py takes its place"
+    assert line in output
+
+
+def test_optimizer_with_a_scheduler_of_its_own_is_no_optimizer_with_a_closure(
+    project: Project,
+) -> None:
+    code = "def build_optimizer(model: nn.Module, config: Any) -> Any:\n"
+    code += "    optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+    code += "    torch.optim.lr_scheduler.StepLR(optimizer, 10)\n    return optimizer\n"
+    project.append("model.py", code)
+    project.run("training.max_steps=2")
+
+
+def test_names_of_lightning_are_told(project: Project) -> None:
+    project.append("model.py", "def configure_optimizers(self: Any) -> Any:\n    return None\n")
+    line = "the trainer does not use configure_optimizers. Did you mean build_optimizer?"
+    assert line in project.run("training.max_steps=1")
