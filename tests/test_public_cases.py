@@ -18,6 +18,10 @@ from small_suite import make_small_project
 CASES = "any_dtype or share_memory or lazy_layers or no_memory or eval_mode or no_tensor"
 CASES += " or draws_from or told_and_change or mixed_dtypes or closure"
 CASES += " or gathers_unequal or plain_script or mean_loss"
+CASES += (
+    " or plain_run or takes_the_place or trials_change or term or returns_rates or after_a_step"
+)
+CASES += " or replicas_that_differ or one_class"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,6 +26,7 @@ from .ranks import Rank, all_reduce
 from .strategies import BATCH_NORMS, Strategy, buffers_restored, total_norm
 from .task import RESERVED, Task
 
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 logger = logging.getLogger(__name__)
 
 
@@ -117,16 +119,28 @@ def check_samples(loader: TrainLoader, rank: Rank) -> None:
     if loader.num_samples == sys.maxsize:  # of a stream, ranks read other parts
         return
     sums = list[Tensor]()
-    for batch, _ in loader.read_few(2):  # the second is the same on all ranks
-        tensors: list[Tensor] = [torch.zeros(1)]
-        apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
-        dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
-        sums.append(torch.stack([checksum(tensor).to(rank.device) for tensor in dense]).sum())
+    for items, _ in loader.read_few(2, is_raw=True):  # the second is the same on all ranks
+        found: list[Any] = [0]
+        kinds = Tensor, numpy.ndarray, int, float
+        apply_to_collection(items, kinds, found.append, allow_frozen=True)
+        parts = [checksum(x) for x in map(plain_tensor, found) if x is not None]
+        sums.append(torch.stack([part.to(rank.device) for part in parts]).sum())
     largest, negated = all_reduce(torch.stack([sums[1], -sums[1]]), dist.ReduceOp.MAX)
     if largest + negated or (rank.world_size == 1 and sums[0] != sums[1]):
         message = "warning: a training sample is another one when it is read again, or on another"
         message += " rank: build_datasets() or __getitem__ draws what nothing seeds (a"
         logger.warning("%s default_rng() made there), or reads what differs.", message)
+
+
+def plain_tensor(value: Any) -> Tensor | None:
+    """Return a tensor, an array or a number as a dense tensor, or None if it is no such one."""
+    if isinstance(value, numpy.ndarray):
+        is_plain = value.dtype.isnative and value.dtype.kind in "biuf" and value.itemsize <= 8
+        return torch.from_numpy(value.copy()) if is_plain else None
+    if isinstance(value, Tensor):
+        is_plain = value.layout == torch.strided and not value.is_nested and not value.is_complex()
+        return value if is_plain else None
+    return torch.tensor(float(value))
 
 
 def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task, epoch: int) -> None:
@@ -280,8 +294,9 @@ def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a sum of all the tensor's bytes, as int64. It depends on their places, too."""
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Return a sum of all the tensor's bits, as int64. It depends on their places, too."""
+    content = tensor.detach().contiguous().view(-1)
+    content = content.view(WORDS.get(content.element_size(), torch.uint8))
     return torch.stack([content[::n].sum(dtype=torch.int64) * n for n in (1, 2, 3, 5)]).sum()
 
 
@@ -301,7 +316,7 @@ def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
             task.build_optimizer is not None,
             "build_optimizer() in model.py may ignore it",
         ),
-        ("|".join(unread_keys(config)), True, f"schedule.name={schedule}"),
+        ("|".join(unread_keys(config)), bool(unread_keys(config)), f"schedule.name={schedule}"),
         (
             "schedule[.]name=plateau|training[.]early_stopping",
             not is_evaluated,

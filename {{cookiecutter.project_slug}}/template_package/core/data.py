@@ -19,7 +19,7 @@ of size=full draw by weight, sort by length, or read a stream.
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -54,6 +54,7 @@ class Request:
     weight: float = 0.0  # in training: num_samples * world_size / samples of the global batch
     is_last: bool = False  # in training: of this rank in its step
     batch_size: int = 0  # samples of the global batch, if the loss compares them; else 0
+    is_raw: bool = False  # to look at the samples alone: they are not collated
 
 
 MicroBatch = tuple[Any, Request]  # a batch as collate() returns it, and what was asked for
@@ -183,7 +184,8 @@ class Plan(Dataset[MicroBatch]):
         self._seed_for(request.epoch, -3 - request.draws[0])
         if self._reads_many:
             items = self.dataset.__getitems__(request.indices)
-        return self.task.collate(items) if isinstance(items, list) else items
+        is_collated = request.is_raw or not isinstance(items, list)
+        return items if is_collated else self.task.collate(items)
 
     def _seed_for(self, epoch: int, number: int) -> None:
         seed_cpu(derive_seed(self._seed, epoch, number), self._own or ())
@@ -307,11 +309,12 @@ class TrainLoader(Loader):
         size = len(batch) * self.plan.task.compares_samples
         return Request(epoch, indices, draws.tolist(), len(piece), weight, batch_size=size)
 
-    def read_few(self, size: int) -> list[MicroBatch]:
+    def read_few(self, size: int, *, is_raw: bool = False) -> list[MicroBatch]:
         """Read this rank's share of a global batch of this size, and all of it. Then call start()."""
         few = self.plan.order(0)[:size]
         share = few.tensor_split(self._rank.world_size)[self._rank.rank]
-        return [*self._read([self._request(0, share, few), self._request(0, few, few)])]
+        requests = self._request(0, share, few), self._request(0, few, few)
+        return [*self._read([replace(request, is_raw=is_raw) for request in requests])]
 
 
 class EvaluationLoader(Loader):

@@ -17,7 +17,7 @@ from ..errors import ConfigError, Interrupted
 from .config import Config, LoaderConfig
 from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
 from .global_batch import global_batch
-from .optimizer import changed_marks, leaves_of, mark_of
+from .optimizer import changed_marks, leaves_of, number_of
 from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
@@ -78,17 +78,25 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def telling_of_changes(strategy: Strategy, task: Task) -> Iterator[None]:
-    """Warn of numbers that the body changes in the model or model.py, and no checkpoint holds."""
+    """Warn of what the body changes in the model or model.py, and no checkpoint holds.
 
-    def marks() -> dict[str, list[float]]:
-        found: dict[str, Any] = {**task.model_globals}
+    That is plain numbers, lists of model.py that grow, and frozen weights. A tensor that forward
+    puts into an attribute is made anew each time.
+    """
+
+    def marks() -> dict[str, list[Any]]:
+        found: dict[str, Any] = {}
+        for name, value in task.model_globals.items():
+            found[name] = [value, len(value) if isinstance(value, list) else 0]
         for name, part in strategy.module.named_modules():
             own = vars(part).items()
             found |= {f"{name}.{key}".lstrip("."): v for key, v in own if not key.startswith("_")}
+        marks = {name: [number_of(leaf) for leaf in leaves_of(v)] for name, v in found.items()}
         for name, weight in strategy.module.named_parameters():
-            if not weight.requires_grad:  # an encoder that forward moves
-                found[name] = weight.detach()
-        return {name: [mark_of(leaf) for leaf in leaves_of(v)] for name, v in found.items()}
+            is_whole = type(weight) is nn.Parameter and weight.is_floating_point()
+            if is_whole and not weight.requires_grad:  # an encoder that forward moves
+                marks[name] = [str(weight.detach().sum(dtype=torch.float32).item())]
+        return marks
 
     former = marks()
     yield
@@ -177,7 +185,7 @@ class Evaluator:
                     logger.warning(message, exc_info=True)
             if num_parts != 2:
                 computed = self._compute_metrics()
-                if taken := computed.keys() & (figures.keys() | RESERVED):
+                if taken := computed.keys() & (self._terms | RESERVED):
                     problem = f"{', '.join(sorted(taken))} is the name of another number"
                     raise ConfigError(f"build_metrics in model.py: {problem}. Rename it.")
                 figures |= computed

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,8 @@ def choose_optimizer(task: "Task", model: nn.Module, config: "OptimizerConfig") 
     optimizers = built if isinstance(built, list | tuple) else [built]
     for one in optimizers:
         try:
-            signature(type(one).step).bind(one)  # a scheduler may have wrapped its own
+            # a scheduler may have wrapped its own
+            signature(getattr(type(one), "step", lambda _: None)).bind(one)
         except TypeError:
             problem = f"{type(one).__name__}.step() needs a closure, and the trainer has none"
             raise ConfigError(f"build_optimizer in model.py: {problem}. Take another.") from None
@@ -72,12 +74,12 @@ class Optimizers(Optimizer):
             optimizer.step()
 
 
-def unsaved_of(optimizer: Any) -> dict[str, list[float]]:
+def unsaved_of(optimizer: Any) -> dict[str, list[Any]]:
     """Return marks of what it holds besides groups and the states of parameters, by name.
 
     No checkpoint has it: numbers, tensors that are no parameters, and other optimizers' states.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Any]] = {}
     for one in getattr(optimizer, "optimizers", [optimizer]):
         for name, value in vars(one).items():
             if name not in ("state", "param_groups", "defaults"):
@@ -86,9 +88,10 @@ def unsaved_of(optimizer: Any) -> dict[str, list[float]]:
     return found
 
 
-def changed_marks(former: dict[str, list[float]], now: dict[str, list[float]]) -> list[str]:
+def changed_marks(former: dict[str, list[Any]], now: dict[str, list[Any]]) -> list[str]:
     """Return the names of what is another number than before. What is new was 0."""
-    return [name for name in now if now[name] != former.get(name, [0] * len(now[name]))]
+    pairs = {name: zip_longest(former.get(name, []), now[name], fillvalue=0) for name in now}
+    return [name for name, both in pairs.items() if any(a != b for a, b in both)]
 
 
 def leaves_of(value: Any, depth: int = 5) -> Iterator[Any]:
@@ -102,18 +105,25 @@ def leaves_of(value: Any, depth: int = 5) -> Iterator[Any]:
         yield value
 
 
-def mark_of(value: Any, state: Any = None) -> float:
-    """Return a number that changes with a tensor, a number, or an optimizer with another state."""
+def mark_of(value: Any, state: Any) -> Any:
+    """Return what changes with a number, a tensor, or an optimizer that has another state."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         own = value.to_local() if isinstance(value, DTensor) else value
-        return own.detach().float().sum().item()
+        is_read = own.layout == torch.strided and not own.is_meta
+        # bytes: the sum of floats depends on their order, which another device adds up otherwise
+        return own.detach().contiguous().view(-1).view(torch.uint8).sum().item() if is_read else 0
     if isinstance(value, Optimizer):
         return 0 if value.state is state else len(value.state)
-    # a bool may say that there was a first step
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+    return number_of(value)
 
 
-def check_saved(optimizer: Any, former: dict[str, list[float]]) -> None:
+def number_of(value: Any) -> Any:
+    """Return an int or float as text, and 0 for anything else. A bool may tell of a first step."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number and value else 0
+
+
+def check_saved(optimizer: Any, former: dict[str, list[Any]]) -> None:
     """Raise ConfigError if a step has changed what no checkpoint holds. `former` is from before it."""
     found = unsaved_of(optimizer)
     changed = changed_marks(former, found)
@@ -133,8 +143,11 @@ def load_group(group: dict[str, Any], former: dict[str, Any]) -> None:
 def check_factor(factor: Any, peak: float, total_steps: int) -> None:
     """Warn of a learning_rate() in model.py that seems to return rates instead of factors."""
     steps = range(1, total_steps + 1, max(1, total_steps // 100))
-    limit = max(0.1, peak) if peak < 1 else 0.0
-    if factor and (top := max(factor(step, total_steps) for step in steps)) <= limit:
+    if factor is None or len(steps) < 10 or peak >= 1:
+        return
+    factors = [factor(step, total_steps) for step in steps]
+    is_rising = factors[-1] > factors[len(factors) // 2]  # a warm-up that has not ended
+    if not is_rising and (top := max(factors)) <= max(0.1, peak):
         message = "warning: learning_rate() of model.py returns at most %g: it is a factor of"
         logger.warning(f"{message} optimizer.learning_rate=%g", top, peak)
 

@@ -100,6 +100,7 @@ class Strategy:
         if build_optimizer is not None:
             self.optimizer = self._built = build_optimizer(self.module)
             self._unsaved = unsaved_of(self._built)
+            self._first_groups = [{**group} for group in self._built.param_groups]
 
     def move(self, module: nn.Module) -> nn.Module:
         return module.to(self.rank.device)
@@ -143,6 +144,7 @@ class Strategy:
         """After the first step, raise ConfigError if it changed what no checkpoint would hold."""
         if self._built is not None:
             check_saved(self._built, self._unsaved)
+            self._built = None  # rebuild() may make another one
 
     def optimizer_step(self, max_gradient_norm: float | None) -> Tensor | None:
         """Clip, step, and drop the gradients. Return their norm before clipping, if there is a limit."""

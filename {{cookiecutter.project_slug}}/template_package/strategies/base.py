@@ -43,15 +43,17 @@ class Strategy(core.Strategy):
             raise ConfigError(
                 f"on_epoch_begin in model.py: {problem}. Set strategy=ddp, or freeze for the whole run."
             )
-        former = self.optimizer
+        former, groups = self.optimizer, self._first_groups
         del self.model
         gc.collect()  # DDP's hooks on the parameters end with it
         self.model = self.wrap(self.module)
         self.optimizer = self._build_optimizer(self.module)
+        self._first_groups = [{**group} for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            for other in former.param_groups:
+            for other, first in zip(former.param_groups, groups, strict=True):
                 if {*group["params"]} & {*other["params"]}:
-                    load_group(group, other)
+                    counts = {k: v for k, v in other.items() if v is not first.get(k)}
+                    load_group(group, counts)
             for parameter in group["params"]:
                 if parameter in former.state:
                     self.optimizer.state[parameter] = former.state[parameter]

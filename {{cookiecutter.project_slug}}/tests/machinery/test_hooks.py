@@ -240,12 +240,16 @@ class Counting(torch.optim.SGD):
 
 
 def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
-    return Counting([p for p in model.parameters() if p.requires_grad], 0.01)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Counting(trained, 0.01)
+    optimizer.param_groups[0]["trust"] = 0.5 if len(trained) == 6 else 1.0
+    return optimizer
 """,
     )
     project.run("device_ids=cpu,cpu", "schedule.name=linear")
     (group,) = project.checkpoint("run", 21)["optimizer"]["param_groups"]
     assert group["k"] == 21 and group["initial_lr"] == 0.01 and len(group["params"]) == 6
+    assert group["trust"] == 0.5  # what build_optimizer() sets otherwise is its own
 
 
 def test_frozen_part_does_not_move_before(project: Project) -> None:

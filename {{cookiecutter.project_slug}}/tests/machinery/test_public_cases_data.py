@@ -628,3 +628,20 @@ def update_metrics(metrics: Any, outputs: Tensor, batch: Any) -> None:
     output = project.run(f"device_ids={devices}", "training.max_steps=2")
     expected = devices != "cpu" if is_told is None else is_told
     assert ("warning: a training sample is another one when it is read again" in output) is expected
+
+
+def test_collate_that_needs_several_samples_trains(project: Any) -> None:
+    """The samples that are compared are not collated: two of them were too few."""
+    project.append(
+        "dataset.py",
+        """
+import random
+
+
+def collate(items: list[Any]) -> Any:
+    random.sample(items, 6)
+    return torch.utils.data.default_collate(items)
+""",
+    )
+    words = "training.global_batch_size=20", "evaluation.every_epochs=null"
+    project.run("device_ids=cpu", *words, "training.max_steps=2", "data.num_samples=100")

@@ -530,7 +530,7 @@ def test_term_that_exists_in_training_alone_is_logged_there(project: Project, de
     assert "size" not in project.lines("run", "validation")[0]
 
 
-@pytest.mark.parametrize("name", ["loss", "step", "error"])
+@pytest.mark.parametrize("name", ["loss", "step"])
 def test_metric_with_a_name_that_is_taken_is_refused(project: Project, name: str) -> None:
     """It took the place of the loss, or of the step, in metrics.jsonl."""
     project.append(
@@ -612,3 +612,12 @@ def build_datasets(config: DataConfig) -> Any:
     )
     output = project.run("training.micro_batch_size=8")
     assert "warning: the loss is no mean over samples" in output
+
+
+def test_metric_may_have_the_name_of_a_figure_of_training(project: Project) -> None:
+    """So that both are one curve: the metric's number counts in evaluations."""
+    more = "def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:\n"
+    project.append("model.py", more + '    return {"absolute_error": outputs.mean() - 100}')
+    project.run("training.max_steps=2")
+    assert project.lines("run")[0]["absolute_error"] < 0
+    assert project.lines("run", "validation")[0]["absolute_error"] > 0
