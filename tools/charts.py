@@ -29,7 +29,7 @@ GROUPS = {
     "processes killed (SIGKILL)": r"SIGKILL during|rank killed|loader worker killed",
     "stop signals": "SIGTERM|SIGUSR1",
     "disks full, gone, slow or read-only": "^disk",
-    "checkpoints cut, flipped, foreign": "^checkpoint",
+    "checkpoints cut, flipped, foreign": "^checkpoint|: checkpoint",
     "configs and answers mutated, a run started twice": "^config|^answers|^two runs",
     "bad data, ranks that differ, memory": "^item|^text example|^ranks that|^memory|^evaluation",
 }
