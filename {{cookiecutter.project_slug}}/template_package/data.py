@@ -94,6 +94,7 @@ def create_evaluation_loader(
     loader = EvaluationLoader(plan, config, rank, batch_size, limit)
     if plan.lengths is not None and not task.compares_samples:
         order = loader.order[(-plan.lengths[loader.order]).argsort(stable=True)]
+        loader.begins_with_longest = True
         parts = [order[number :: rank.world_size] for number in range(rank.world_size)]
         loader.order = torch.cat(parts)
     return loader

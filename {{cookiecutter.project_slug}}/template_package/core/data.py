@@ -320,6 +320,8 @@ class TrainLoader(Loader):
 class EvaluationLoader(Loader):
     """Gives each evaluated sample to exactly one rank. All ranks read equally many micro-batches."""
 
+    begins_with_longest = False  # then a trial takes the first ones: they need the most memory
+
     def __init__(
         self, plan: Plan, config: Any, rank: Rank, batch_size: int, limit: int | None = None
     ) -> None:
@@ -335,7 +337,8 @@ class EvaluationLoader(Loader):
         rank, world_size = self._rank.rank, self._rank.world_size
         requests: list[Request] = []
         order = self.order
-        if num_parts and not self._batch_size:  # not the first ones, which may be of one class
+        # else not the first ones, which may be of one class
+        if num_parts and not self._batch_size and not self.begins_with_longest:
             few = min(len(order), micro_batch_size * world_size)
             order = order[torch.arange(few) * len(order) // few]
         for batch in torch.split(order, self._batch_size or self.num_samples):
