@@ -50,10 +50,13 @@ class Strategy(core.Strategy):
         self.optimizer = self._build_optimizer(self.module)
         self._first_groups = [{**group} for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            for other, first in zip(former.param_groups, groups, strict=True):
+            for other, first in zip(former.param_groups, groups, strict=False):
                 if {*group["params"]} & {*other["params"]}:
-                    counts = {k: v for k, v in other.items() if v is not first.get(k)}
-                    load_group(group, counts)
+                    # what steps have changed; a tensor, perhaps in place
+                    is_count = {
+                        k: isinstance(v, Tensor) or v != first.get(k) for k, v in other.items()
+                    }
+                    load_group(group, {k: other[k] for k in other if is_count[k]})
             for parameter in group["params"]:
                 if parameter in former.state:
                     self.optimizer.state[parameter] = former.state[parameter]

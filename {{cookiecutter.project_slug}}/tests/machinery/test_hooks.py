@@ -250,6 +250,12 @@ def build_optimizer(model: nn.Module, config: Any) -> torch.optim.Optimizer:
     (group,) = project.checkpoint("run", 21)["optimizer"]["param_groups"]
     assert group["k"] == 21 and group["initial_lr"] == 0.01 and len(group["params"]) == 6
     assert group["trust"] == 0.5  # what build_optimizer() sets otherwise is its own
+    project.run(
+        "device_ids=cpu,cpu", "schedule.name=linear", "name=stopped", "training.max_steps=5"
+    )
+    project.run("device_ids=cpu,cpu", "schedule.name=linear", "name=stopped")
+    (group,) = project.checkpoint("stopped", 21)["optimizer"]["param_groups"]
+    assert (group["k"], group["trust"]) == (21, 0.5)
 
 
 def test_frozen_part_does_not_move_before(project: Project) -> None:
