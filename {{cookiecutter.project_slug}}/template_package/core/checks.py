@@ -68,8 +68,8 @@ def rehearse(
     tensors: list[Tensor] = []
     apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
     if any(tensor.requires_grad for tensor in tensors):
-        remedy = "Detach them in dataset.py; compute_loss may require one anew"
-        raise ConfigError(f"samples require a gradient. {remedy}.")
+        remedy = "Detach them in dataset.py; compute_loss may require one anew."
+        raise ConfigError("samples require a gradient. " + remedy)
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor"
@@ -118,18 +118,21 @@ def check_samples(loader: TrainLoader, rank: Rank) -> None:
     """Warn if a sample is another one when it is read again, or on another rank. Then call start()."""
     if loader.num_samples == sys.maxsize:  # of a stream, ranks read other parts
         return
-    sums = list[Tensor]()
+    sums: list[Any] = []
     for items, _ in loader.read_few(2, is_raw=True):  # the second is the same on all ranks
         found: list[Any] = [0]
         kinds = Tensor, numpy.ndarray, int, float
         apply_to_collection(items, kinds, found.append, allow_frozen=True)
-        parts = [checksum(x) for x in map(plain_tensor, found) if x is not None]
-        sums.append(torch.stack([part.to(rank.device) for part in parts]).sum())
+        sums.append(
+            sum(checksum(x).to(rank.device) for x in map(plain_tensor, found) if x is not None)
+        )
     largest, negated = all_reduce(torch.stack([sums[1], -sums[1]]), dist.ReduceOp.MAX)
     if largest + negated or (rank.world_size == 1 and sums[0] != sums[1]):
-        message = "warning: a training sample is another one when it is read again, or on another"
-        message += " rank: build_datasets() or __getitem__ draws what nothing seeds (a"
-        logger.warning("%s default_rng() made there), or reads what differs.", message)
+        logger.warning(
+            "warning: a training sample is another one when it is read again, or on another rank: "
+            "build_datasets() or __getitem__ draws what nothing seeds (a default_rng() made there), "
+            "or reads what differs."
+        )
 
 
 def plain_tensor(value: Any) -> Tensor | None:
@@ -157,9 +160,8 @@ def rehearse_last(strategy: Strategy, loader: TrainLoader, task: Task, epoch: in
     try:
         rehearse(strategy, last, task)
     except ValueError as error:  # BatchNorm, of a single sample
-        problem = f"the model fails on {cause} ({error})"
-        remedy = "Choose another size, or fewer devices"
-        raise ConfigError(f"training.global_batch_size={size}: {problem}. {remedy}.") from None
+        problem = f"the model fails on {cause} ({error}). Choose another size, or fewer devices."
+        raise ConfigError(f"training.global_batch_size={size}: {problem}") from None
     except RuntimeError as error:  # gloo's, if compute_loss gathers shares of different sizes
         error.add_note(f"This was the trial of {cause}.")
         raise
@@ -215,9 +217,7 @@ def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> N
         if not (off <= tolerance and error <= tolerance):  # nor if one is no number
             problem = f"on {rank.world_size} ranks the loss of {few} samples is {loss:.6g}, and"
             problem += f" {wanted_loss:.6g} on one device; the gradients differ by {off:.1g}"
-            remedy = (
-                "Take rows of other ranks by gather_rows() alone, and the mean over the own ones"
-            )
+            remedy = "Take rows of other ranks by gather_rows(), and the mean over the own ones"
             raise ConfigError(f"compute_loss in model.py: {problem}. {remedy}.")
 
 

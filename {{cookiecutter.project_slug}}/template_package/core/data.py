@@ -184,8 +184,11 @@ class Plan(Dataset[MicroBatch]):
         self._seed_for(request.epoch, -3 - request.draws[0])
         if self._reads_many:
             items = self.dataset.__getitems__(request.indices)
-        is_collated = request.is_raw or not isinstance(items, list)
-        return items if is_collated else self.task.collate(items)
+        if request.is_raw:  # clones: a worker would share the whole tensor that a sample views
+            return apply_to_collection(
+                items, Tensor, lambda x: x.detach().clone(), allow_frozen=True
+            )
+        return self.task.collate(items) if isinstance(items, list) else items
 
     def _seed_for(self, epoch: int, number: int) -> None:
         seed_cpu(derive_seed(self._seed, epoch, number), self._own or ())
