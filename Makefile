@@ -20,6 +20,9 @@ export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 export PYTHONDONTWRITEBYTECODE := 1
 PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
+# Most tests wait for a start as long as they compute. `make test WORKERS=0` runs one after the other, and names each file.
+WORKERS ?= 2
+SIDE_BY_SIDE = $(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
 
 .DEFAULT_GOAL := help
 .PHONY: help demo bake test test-all test-fork fork-size fork-tests test-gpu gpu-wheels test-fast test-cluster campaigns lint size format docs recording charts \
@@ -42,11 +45,11 @@ bake: $(READY)  ## answer the questions and generate a project in build/
 
 test: lint size  ## check style, types and size, run the project's own tests and the fast ones (10 minutes on two cores)
 	cd "$(PROJECT)" && $(PYTEST) --ignore=tests/machinery
-	$(PYTEST) -m "not slow"
+	$(SIDE_BY_SIDE) -m "not slow"
 
 test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (30 minutes on two cores)
-	cd "$(PROJECT)" && $(PYTEST) tests/machinery
-	$(PYTEST) -m slow
+	cd "$(PROJECT)" && $(SIDE_BY_SIDE) tests/machinery
+	$(SIDE_BY_SIDE) -m slow
 
 # Its environment lacks what no fork needs: DeepSpeed, Accelerate, trackers, data sets of other libraries.
 test-fork:  ## check what a fork breaks: style, types, every answer, links, each example (6 minutes on two busy cores, after an install of 1 to 2)
@@ -58,7 +61,7 @@ fork-size: $(READY)
 # First what a mistake in one place would break everywhere.
 fork-tests: $(READY)
 	$(PYTEST) -m fork --tb=short tests/test_repository.py tests/test_docs.py
-	$(PYTEST) -m fork --tb=short --ignore=tests/test_repository.py --ignore=tests/test_docs.py
+	$(SIDE_BY_SIDE) -m fork --tb=short --ignore=tests/test_repository.py --ignore=tests/test_docs.py
 
 .cache/fork-requirements.txt: tools/fork_requirements.py pyproject.toml $(PROJECT)/pyproject.toml cookiecutter.json
 	@$(HAS_PYTHON)
@@ -77,7 +80,7 @@ gpu-wheels:  ## download what a GPU machine without a network lacks (for Python 
 	@$(PYTHON) tools/gpu_packages.py $(GPU_PYTHON) $(GPU_MACHINE)
 
 test-fast: lint  ## check style and types, run the template's tests that train nothing (2 minutes)
-	$(PYTEST) -m "not smoke and not slow"
+	$(SIDE_BY_SIDE) -m "not smoke and not slow"
 
 test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLURM; as root, installs Debian packages (12 minutes)
 	tests/cluster/install_packages.sh
