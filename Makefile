@@ -19,8 +19,9 @@ BAKE = DDP_TEMPLATE_PYTHON="$(BIN)/python" "$(BIN)/cookiecutter" . --default-con
 export RUFF_CACHE_DIR := $(CURDIR)/.cache/ruff
 export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 export PYTHONDONTWRITEBYTECODE := 1
-PYTEST = "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
-# Most tests wait for a start as long as they compute. `make test WORKERS=0` runs one after the other, and names each file.
+# torch's threads wait for each other by spinning. Of two processes on two cores, one then takes 150 seconds for what takes 40.
+PYTEST = OMP_WAIT_POLICY=PASSIVE "$(BIN)/python" -m pytest -o cache_dir="$(CURDIR)/.cache/pytest"
+# `make test WORKERS=0` runs one test after the other, and names each file.
 WORKERS ?= 2
 SIDE_BY_SIDE = $(PYTEST) -n $(WORKERS) --dist worksteal --durations 15
 

@@ -34,6 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that are marked as long, unless --long is given."""
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if not config.getoption("--long"):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def is_long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--long"))

@@ -78,7 +78,9 @@ def ask_to_stop(_: set[str], choose: random.Random) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("size", ["small", "full", "full, sharded"])
+@pytest.mark.parametrize(
+    "size", ["small", pytest.param("full", marks=pytest.mark.long), "full, sharded"]
+)
 @pytest.mark.parametrize(
     ("disturb", "fault", "phases", "num_rounds"),
     [(kill, "SIGKILL", list(PHASES), 13), (ask_to_stop, "SIGTERM or SIGUSR1", ["s", "e", "w"], 10)],
