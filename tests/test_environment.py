@@ -138,6 +138,21 @@ def test_own_number_of_threads_stays(
     assert code == 0 and f"threads {expected}" in printed, printed
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP there")
+@pytest.mark.parametrize("command", [(), ("-m", "torch.distributed.run", "--nproc-per-node=2")])
+def test_threads_that_wait_do_not_spin(
+    project: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Beside other work on the same cores, a run on the CPU took four times as long. OpenMP prints what it has read."""
+    hidden = ("env", "-u", "OMP_WAIT_POLICY", sys.executable, *command, "run.py")
+    words = (TWO if command else "device_ids=cpu", *SHORT)
+    variables = {"DDP_RUNS_FOLDER": str(tmp_path), "OMP_DISPLAY_ENV": "verbose"}
+    code, printed = run(project, *hidden, *words, **variables)
+    assert code == 0 and "GOMP_SPINCOUNT = '0'" in printed, printed
+    assert not command or printed.count("GOMP_SPINCOUNT = '0'") >= 2, printed
+
+
 def test_import_of_run_changes_no_backend(project: Path) -> None:
     """A notebook imports run_fn: matplotlib would show no more pictures there."""
     text = "import os; from run import run_fn; print(os.environ.get('MPLBACKEND'))"

@@ -225,6 +225,8 @@ if __name__ == "__main__":
         text += "ignored. Make the project again with --accept-hooks=yes."
         print(text, file=sys.stderr)
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
+    # torch's threads would spin while they wait: beside other work on their cores, 4 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's own backend may be missing here
     heed_signals()  # torch's import would lose Ctrl-C
     code = main(sys.argv[1:])

@@ -139,6 +139,8 @@ def run_rank(line: CommandLine, devices: Devices | None) -> int:
 if __name__ == "__main__":
     settle_process()
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # GPU ids as nvidia-smi shows them
+    # torch's threads would spin while they wait: beside other work on their cores, 4 times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in STOP_SIGNALS:  # until the run can save; torch's import would lose Ctrl-C
         if signal.getsignal(name) != signal.SIG_IGN:  # nohup, and ranks of start_ranks()
             signal.signal(name, lambda number, _: os._exit(128 + as_stop(number)))

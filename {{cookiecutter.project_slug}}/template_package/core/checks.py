@@ -65,11 +65,10 @@ def rehearse(
     resumed run would otherwise add up gradients in another order. A trial shares no gradients.
     """
     (batch, request), calls, module = micro_batch, list[Any](), strategy.module
-    tensors: list[Tensor] = []
+    tensors = list[Tensor]()
     apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
     if any(tensor.requires_grad for tensor in tensors):
-        remedy = "Detach them in dataset.py; compute_loss may require one anew."
-        raise ConfigError("samples require a gradient. " + remedy)
+        raise ConfigError("samples require a gradient. Detach them in dataset.py.")
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             remedy = "Set persistent=False for a buffer; let get_extra_state() return a tensor"
@@ -102,8 +101,7 @@ def rehearse(
                 remedy = "Give it its full size in build_model, or set persistent=False"
                 raise ConfigError(f"model: {problem}: no checkpoint of it would fit. {remedy}.")
     except RuntimeError as error:
-        phrases = ("storage of size 0", "mixed torch.Tensor and DTensor")
-        if not any(phrase in str(error) for phrase in phrases):
+        if not re.search("storage of size 0|mixed torch.Tensor and DTensor", str(error)):
             raise
         problem = "holds a gradient (create_graph), or a weight that is read outside of model(...)"
         raise ConfigError(
