@@ -48,7 +48,7 @@ test: lint size  ## check style, types and size, run the project's own tests and
 	cd "$(PROJECT)" && $(PYTEST) --ignore=tests/machinery
 	$(SIDE_BY_SIDE) -m "not slow"
 
-test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (30 minutes on two cores)
+test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (40 minutes on two cores)
 	cd "$(PROJECT)" && $(SIDE_BY_SIDE) tests/machinery
 	$(SIDE_BY_SIDE) -m slow
 
@@ -87,7 +87,7 @@ test-cluster: $(READY)  ## train on two hosts (network namespaces) and under SLU
 	tests/cluster/install_packages.sh
 	$(PYTEST) tests/cluster
 
-campaigns: $(READY)  ## inject hundreds of faults and write reports to build/campaigns (25 to 45 minutes)
+campaigns: $(READY)  ## inject hundreds of faults and write reports to build/campaigns (an hour)
 	$(PYTEST) tests/campaigns --long
 
 lint: $(READY)  ## check style and types, strictly in the generated project too
