@@ -48,13 +48,13 @@ def test_end_that_a_sample_asks_for_is_an_error_and_not_the_end_of_the_data(
     line = "        inputs = self.inputs[index]["
     project.edit("dataset.py", line, f"        if index == 5:\n            {fault}\n{line}")
     output = project.run("training.epochs=1", f"loader.num_workers={workers}", code=1)
+    assert output.count(") failed:\n") == 1
     if "raise" in fault:
-        assert (
-            "the data set, or its collate function, raised " in output
-            and output.count(") failed:\n") == 1
-        )
+        assert "the data set, or its collate function, raised " in output
     else:
-        assert "DataLoader worker" in output and "exited unexpectedly" in output
+        # A worker may end while the trainer fetches its last batch: torch then tells of the connection only.
+        told = "DataLoader worker" in output and "exited unexpectedly" in output
+        assert told or "ConnectionResetError" in output
 
 
 def test_worker_that_the_system_ends_is_told(project: Project) -> None:
