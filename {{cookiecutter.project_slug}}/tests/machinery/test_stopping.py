@@ -263,7 +263,7 @@ def test_signal_between_two_starts_after_memory_ran_out_is_heeded(
     project: Project, devices: str
 ) -> None:
     project.edit("dataset.py", "def build_datasets(config: DataConfig)", WAITING)
-    words = ("model.fault=memory_later", "model.fault_rank=0", "launch.timeout_minutes=0.1")
+    words = ("model.fault=memory_later", "model.fault_rank=0")
     process = project.start(f"device_ids={devices}", *words)
     assert process.stderr is not None
     while "starting again" not in (line := process.stderr.readline()):
