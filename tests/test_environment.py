@@ -69,9 +69,9 @@ def test_closed_console_does_not_stop_a_run(
 
 @pytest.mark.slow
 def test_smoke_test_fails_without_asserts_and_on_a_latin_console(
-    project: Path, tmp_path: Path
+    projects: dict[str, Path], tmp_path: Path
 ) -> None:
-    project = copy_of(project, tmp_path)
+    project = copy_of(projects["small"], tmp_path)
     model = next(project.glob("*/model.py"))
     with model.open("a", encoding="utf-8") as file:  # a state that no checkpoint holds
         file.write(
@@ -291,7 +291,7 @@ def test_tracker_whose_server_is_silent_costs_a_warning(
         seconds = time.monotonic() - started_at
     assert code == 0 and "complete: 2 steps" in printed, printed
     assert f"warning: logging.tracker={tracker} has failed" in printed
-    assert seconds < 110
+    assert seconds < 300
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")

@@ -103,9 +103,8 @@ def test_policy_refuses_new_runs_in_its_own_words(fork: Path, tmp_path: Path, si
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["small", "full"])
-def test_policy_is_asked_of_new_runs_alone(fork: Path, tmp_path: Path, size: str) -> None:
-    project, words = make(fork, tmp_path, size), (*SHORT, "device_ids=cpu,cpu")
+def test_policy_is_asked_of_new_runs_alone(fork: Path, tmp_path: Path) -> None:
+    project, words = make(fork, tmp_path, "small"), (*SHORT, "device_ids=cpu,cpu")
     run(project, *words, USER="anne")
     assert read_json(project / "runs" / "baseline" / "summary.json")["num_devices"] == 2
     # the run goes on, although a new one of these values would be refused
@@ -152,7 +151,8 @@ def test_smoke_and_the_projects_own_tests_ask_no_policy(
     text = "def refuse(config, num_devices):\n    return 'nothing may run'\n"
     (project / "net" / "policy.py").write_text(text, encoding="utf-8")
     assert run(project, *SHORT, "device_ids=cpu", code=2) == "error: nothing may run\n"
-    assert "smoke test: PASSED" in run(project, "smoke")
+    if size == "small":  # the command is the same file in both
+        assert "smoke test: PASSED" in run(project, "smoke")
     own = subprocess.run(
         [
             sys.executable,

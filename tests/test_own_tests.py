@@ -65,13 +65,6 @@ def test_every_example_comes_with_both_names() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_new_project_passes_its_own_tests(template: Path, tmp_path: Path) -> None:
-    """Run all of the default project's own tests. The tests below cover the other examples and answers."""
-    assert num_passed(bake(template, tmp_path)) > 30
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("answers", ANSWERS, ids=named)
 def test_own_tests_of_config_model_and_data_pass_for_every_answer(
     template: Path, tmp_path: Path, answers: dict[str, str]
@@ -146,10 +139,11 @@ class BlockNUMBER(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_owner_may_bring_a_model_edit_the_trainer_and_change_the_config(
+@pytest.mark.timeout(900)
+def test_own_tests_pass_after_an_owner_brings_a_model_edits_the_trainer_and_changes_the_config(
     template: Path, tmp_path: Path
 ) -> None:
+    """Run all of the project's own tests. Those of other answers and examples run above."""
     project = bake(template, tmp_path)
     package, config = project / "ddp_experiment", project / "config.yaml"
     blocks = [OWNERS_MODEL.replace("NUMBER", str(number)) for number in range(20)]
@@ -172,4 +166,4 @@ def test_owner_may_bring_a_model_edit_the_trainer_and_change_the_config(
     config.write_text(text, encoding="utf-8")
     run_module(project, "ruff", "check", ".")
     run_module(project, "mypy", ".")
-    assert num_passed(project, *QUICK, "tests/test_training.py") > 20
+    assert num_passed(project) > 30
