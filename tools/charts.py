@@ -23,7 +23,7 @@ INK = {"light": "#24292f", "dark": "#d0d7de"}
 BENCHMARKS = (
     ("RESULTS.md", "mlp, 1 rank"),
     ("RESULTS.md", "transformer, 2 ranks"),
-    ("RESULTS-DATA.md", "mlp on other draws, 1 rank"),  # the trainer is slower than others here
+    ("RESULTS-DATA.md", "mlp on tuples, 1 rank"),  # the trainer is the slowest here
 )
 GROUPS = {
     "processes killed (SIGKILL)": r"SIGKILL during|rank killed|loader worker killed",
