@@ -52,20 +52,19 @@ def test_end_that_a_sample_asks_for_is_an_error_and_not_the_end_of_the_data(
     if "raise" in fault:
         assert "the data set, or its collate function, raised " in output
     else:
-        # A worker may end while the trainer fetches its last batch: torch then tells of the connection only.
-        told = "DataLoader worker" in output and "exited unexpectedly" in output
-        assert told or "ConnectionResetError" in output
+        assert is_told_of_worker(output, "exited unexpectedly")
 
 
 def test_worker_that_the_system_ends_is_told(project: Project) -> None:
     output = project.run(
         "device_ids=cpu,cpu", "data.kills_worker=true", "loader.num_workers=1", code=1
     )
-    assert (
-        "DataLoader worker" in output
-        and "is killed by signal" in output
-        and output.count(") failed:\n") == 1
-    )
+    assert is_told_of_worker(output, "is killed by signal") and output.count(") failed:\n") == 1
+
+
+def is_told_of_worker(output: str, how: str) -> bool:
+    """Return True if a worker's end is told: how, or, while its batch is fetched, by the connection alone."""
+    return ("DataLoader worker" in output and how in output) or "ConnectionResetError" in output
 
 
 def test_worker_that_the_system_ends_while_its_rank_computes_is_told(project: Project) -> None:
