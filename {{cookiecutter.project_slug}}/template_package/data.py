@@ -128,7 +128,7 @@ class OrderedPlan(Plan):
         return len(self.dataset)
 
     def order(self, epoch: int) -> Any:
-        weights, lengths, seed = self._weights, self.lengths, self._seed
+        weights, lengths, seed = self._weights, self.lengths, self.seed
         if weights is None and lengths is None and self.num_samples >= LONG:
             return LongOrder(self.num_samples, seed, epoch)
         draws = super().order(epoch) if weights is None else weighted_order(weights, seed, epoch)

@@ -337,7 +337,7 @@ class Trainer:
         state = read_once(partial(find_run, self.config, self.checkpoints, **options))
         if state.get("is_of_other_run"):
             state = recount(state, self.loader.num_samples, self.loader.global_batch_size)
-            state["random_states"] = [own | {"cursor": None} for own in state["random_states"]]
+            state["random_states"] = [{}]
         if state:  # the epoch of the last step, counted from 0
             self.begin_epochs(state["epoch"] if state["position"] else state["epoch"] - 1)
             cursors = [of_rank.get("cursor") for of_rank in state["random_states"]]

@@ -132,10 +132,8 @@ def test_augmentation_depends_on_epoch_and_index_alone() -> None:
     assert numbers(1, workers=2) == alone
 
 
-def test_reading_leaves_the_random_state_alone_and_position_needs_no_replay() -> None:
-    before = torch.get_rng_state()
+def test_position_needs_no_replay() -> None:
     resumed = steps(0, 2, num_steps=2, position=14)
-    assert torch.equal(torch.get_rng_state(), before)
     full = steps(0, 2, num_steps=4)
     assert [[request for _, request in step] for step in resumed] == [
         [request for _, request in step] for step in full[2:]
@@ -267,12 +265,6 @@ def test_numbers_that_collate_draws_in_a_worker_depend_on_the_batch_alone() -> N
     assert len({*full, *drawn(1, 5, workers=1)}) == 2 * len(full), "each its own"
 
 
-def test_rehearsals_draw_nothing_from_the_runs_generators() -> None:
-    before = torch.get_rng_state()
-    train_loader(task=replace(TASK, collate=noisy)).read_first(0, 0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_first_read_is_the_largest_micro_batch_of_its_step() -> None:
     loader = train_loader(size=23, micro=12)
     loader.start(0, 0)
@@ -300,7 +292,6 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
     for size, workers in ((8, 0), (7, 0), (40, 0), (1, 0), (8, 2)):
         random.seed(size)
         numpy.random.seed(size)
-        before = random.getstate()[1], str(numpy.random.get_state())
         loader = train_loader(Rare(), workers=workers, size=size, micro=size)
         loader.start(0, 0)
         rows = torch.cat(
@@ -312,29 +303,28 @@ def test_rare_draw_from_any_generator_depends_on_epoch_and_index_alone() -> None
         )
         seen.add(tuple(rows[rows[:, 0].argsort()].flatten().tolist()))
         loader.close()
-        assert (random.getstate()[1], str(numpy.random.get_state())) == before
     assert len(seen) == 1 and next(iter(seen))[20 * 5 + 2] > 0
 
 
-def test_reading_leaves_the_draws_of_the_run_as_they_are() -> None:
-    """Draw a normally distributed number in each step. Reading samples must not change these numbers.
+def test_what_a_model_draws_depends_on_the_micro_batch_alone() -> None:
+    """Not on ranks and workers, nor on what reading or the micro-batches before have drawn."""
 
-    Random generators make such numbers in pairs and store the second. Reading a sample must not discard it.
-    """
+    def draws(world_size: int, **options: Any) -> dict[int, list[float]]:
+        found = {}
+        for rank in range(world_size):
+            loader = train_loader(Rare(), rank, world_size, size=8, micro=2, **options)
+            loader.start(0, 0)
+            for _ in range(5):
+                for (_, request), _ in loader.next_step(nn.Identity()):
+                    numbers = random.gauss(0, 1), numpy.random.randn(), torch.rand(()).item()
+                    found[request.draws[0]] = [*numbers]
+            loader.close()
+        return found
 
-    def draw_each_step(*, reads: bool) -> list[tuple[float, float]]:
-        random.seed(1)
-        numpy.random.seed(1)
-        loader = train_loader(Rare(), workers=0, size=1, micro=1)
-        loader.start(0, 0)
-        drawn = []
-        for _ in range(60):
-            if reads:
-                list(loader.next_step(nn.Identity()))
-            drawn.append((random.gauss(0, 1), float(numpy.random.randn())))
-        return drawn
-
-    assert draw_each_step(reads=True) == draw_each_step(reads=False)
+    alone = draws(1)
+    assert len({number for numbers in alone.values() for number in numbers}) == 3 * 20
+    assert draws(2) == draws(2, workers=2) == draws(4) == alone
+    assert draws(2, task=replace(TASK, loss_weight=lambda *_: 1.0)) == alone
 
 
 def test_tensors_are_read_at_once_through_a_subset_with_any_indices() -> None:

@@ -50,12 +50,7 @@ def test_resumed_run_equals_uninterrupted_run(project: Project, num_ranks: int) 
     assert project.lines("resumed") == project.lines("run")
     assert project.lines("resumed", "validation") == project.lines("run", "validation")
     first, second = project.checkpoint("run", 21), project.checkpoint("resumed", 21)
-    # weights, AdamW's state, random states
-    assert assert_equal(first, second) >= 6 + 3 * 6 + 2 * num_ranks
-    states = [state["torch"] for state in first["random_states"]]
-    assert len({state.numpy().tobytes() for state in states}) == num_ranks, (
-        "each rank draws its own"
-    )
+    assert assert_equal(first, second) >= 6 + 3 * 6  # weights, AdamW's state
 
 
 def test_run_goes_on_with_other_ranks_and_sees_each_remaining_sample_once(project: Project) -> None:

@@ -49,14 +49,8 @@ from .core.optimizer import (
     set_learning_rate,
     set_mode,
 )
-from .core.random_states import (
-    derive_seed,
-    drawing_for,
-    get_random_states,
-    seed_generators,
-    set_random_states,
-)
-from .core.ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
+from .core.random_states import seed_alike, seed_generators
+from .core.ranks import Rank, all_reduce, from_main
 from .core.settings import NEEDS_FULL
 from .core.strategies import create_strategy, settle_precision, total_norm
 from .core.task import Task, tell_of_names
@@ -228,16 +222,14 @@ class Trainer:
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
         if task.before_step is not None:  # the gradients are averaged over ranks, and not clipped
-            with torch.no_grad(), drawing_for(config.seed, step, self.rank.device):
+            seed_alike(config.seed, step)
+            with torch.no_grad():
                 task.before_step(strategy.module, step, Log(self.tracking, step))
         norm = strategy.optimizer_step(self.config.training.max_gradient_norm)
         set_mode(strategy.optimizer, "eval")
         if task.after_step is not None:
-            with (
-                torch.no_grad(),
-                drawing_for(config.seed, step, self.rank.device),
-                strategy.autocast(),
-            ):
+            seed_alike(config.seed, step)
+            with torch.no_grad(), strategy.autocast():
                 task.after_step(strategy.module, step, Log(self.tracking, step))
         return sums, norm
 
@@ -285,15 +277,14 @@ class Trainer:
             weights = [w.detach().float() for w in self.strategy.module.parameters()]
             self.losses.append((total_norm(weights).to(self.rank.device), self.progress.step, 0))
             check_finite(self.losses, self.progress, self.rank)
-            states = gather_objects(pack(get_random_states(self.rank.device)))
-            if states is not None:
+            if self.rank.is_main:
                 own = vars(self.progress).copy()
                 own["early_stopping"] = {  # the name of the format, which size=full shares
                     "num_samples": self.loader.plan.num_samples,
                     "is_evaluation_pending": own.pop("is_evaluation_pending"),
                     "loss_sum": own.pop("loss_sum"),
                 }
-                own["random_states"] = [unpack(content) for content in states]
+                own["random_states"] = [{}] * self.rank.world_size  # each micro-batch seeds its own
                 own |= {"format_version": FORMAT_VERSION, "config": to_dict(self.config)}
                 self.checkpoints.save(state | own, is_best=is_best, beat=stop.beat)
             self.num_saves += 1
@@ -333,10 +324,6 @@ class Trainer:
             # Before the weights: what it did to them then is in the checkpoint.
             self.begin_epochs(progress.epoch if progress.position else progress.epoch - 1)
             self.strategy.load_state_dict(state)
-        # Each rank draws its own (dropout). A checkpoint of as many ranks holds where they were.
-        seed_generators(derive_seed(config.seed, -1 - self.rank.rank, progress.step))
-        if state and len(state["random_states"]) == self.rank.world_size:
-            set_random_states(state["random_states"][self.rank.rank], self.rank.device)
         if state and not self.is_complete:
             tell_changes(state, config, self.total_steps)
 
@@ -358,8 +345,8 @@ class Trainer:
         module = self.strategy.module
         former = [parameter.requires_grad for parameter in module.parameters()]
         for number in range(self.num_epochs_begun, epoch + 1):
-            with drawing_for(self.config.seed, -1 - number, self.rank.device):
-                self.task.on_epoch_begin(module, number)  # it may draw new weights
+            seed_alike(self.config.seed, -1 - number)
+            self.task.on_epoch_begin(module, number)  # it may draw new weights
             # It may put BatchNorm layers in eval mode: then forwards read their statistics.
             self.strategy.synchronize_buffers()
             self.num_epochs_begun = number + 1

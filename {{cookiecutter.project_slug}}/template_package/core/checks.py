@@ -21,7 +21,6 @@ from .config import Config, differing_keys, unread_keys
 from .data import MicroBatch, TrainLoader, loss_weight_of
 from .evaluation import check_names, figures_of, in_eval_mode, telling_of_changes, total_of
 from .global_batch import ALONE, global_batch
-from .random_states import generators_restored
 from .ranks import Rank, all_reduce
 from .strategies import BATCH_NORMS, Strategy, buffers_restored, total_norm
 from .task import RESERVED, Task
@@ -77,7 +76,6 @@ def rehearse(
     hook = strategy.model.register_forward_pre_hook(lambda *_: calls.append(0))
     try:
         with (
-            generators_restored(*strategy.rank.devices),
             buffers_restored(module),
             strategy.accumulate(is_last_micro_batch=not is_trial),
             global_batch(request.batch_size),
@@ -201,10 +199,9 @@ def check_global_batch(strategy: Strategy, loader: TrainLoader, task: Task) -> N
     for few in (size, size - 1):  # a gather of equal shares fails
         share, whole = loader.read_few(few)
         rehearse(strategy, share, task)
-        with generators_restored(*rank.devices):
-            loss, gradients = run(share, rank.world_size)
-            wanted_loss, wanted = run(whole, 1)
-            drawn, _ = run(whole, 1)
+        loss, gradients = run(share, rank.world_size)
+        wanted_loss, wanted = run(whole, 1)
+        drawn, _ = run(whole, 1)
         if not drawn.isclose(wanted_loss, equal_nan=True):
             message = "warning: compute_loss draws random numbers, which hides whether its loss is"
             logger.warning("%s that of one device", message)

@@ -18,7 +18,6 @@ from .config import Config, LoaderConfig
 from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
 from .global_batch import global_batch
 from .optimizer import changed_marks, leaves_of, number_of
-from .random_states import generators_restored
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
 from .strategies import Strategy, buffers_restored
 from .task import RESERVED, SAME_TERMS, Task
@@ -169,11 +168,7 @@ class Evaluator:
         before a micro-batch.
         """
         module = strategy.evaluation_model
-        with (
-            in_eval_mode(module),
-            generators_restored(*self._rank.devices),
-            buffers_restored(module),
-        ):
+        with in_eval_mode(module), buffers_restored(module):
             strategy.synchronize_buffers()
             figures = self._add_up(strategy, stop_code, num_parts)
             if log is not None and self._task.on_evaluation_end is not None:

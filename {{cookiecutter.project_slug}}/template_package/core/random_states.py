@@ -1,30 +1,23 @@
-"""Seeds the random generators, finds those that a data set owns, and saves and restores the states of the run's own."""
+"""Seeds the random generators, and finds those that a data set owns."""
 
 import gc
 import hashlib
 import random
 import struct
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-
-from ..errors import ConfigError
 
 PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generator
 
 
 def seed_generators(seed: int) -> None:
     """Seed the random generators of Python, NumPy and torch, on all devices."""
-    if (name := type(cast(Any, numpy.random).get_bit_generator()).__name__) != "MT19937":
-        raise ConfigError(
-            f"numpy.random.set_bit_generator(): checkpoints cannot hold {name}. Leave the call out."
-        )
     torch.manual_seed(seed)
     seed_cpu(seed)
 
@@ -84,47 +77,6 @@ def derive_seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def get_random_states(*devices: torch.device) -> dict[str, Any]:
-    """Return the RNG states of the CPU and of the given CUDA devices. torch.load(weights_only=True) can load them."""
-    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": (
-            str(name),
-            torch.from_numpy(keys.copy()),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
-    }
-
-
-def set_random_states(states: dict[str, Any], *devices: torch.device) -> None:
-    """Restore the states that get_random_states() returned. Ignore CUDA states with no matching GPU in `devices`."""
-    name, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    numpy.random.set_state((name, keys.numpy(), *rest))
-    torch.set_rng_state(states["torch"])
-    gpus = [device for device in devices if device.type == "cuda"]
-    for device, state in zip(gpus, states["cuda"], strict=False):  # the checkpoint may hold fewer
-        torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
-def drawing_for(seed: int, step: int, *devices: torch.device) -> Iterator[None]:
-    """Inside, all ranks draw alike, in each step anew. What a rank draws elsewhere is as without it."""
-    with generators_restored(*devices):
-        seed_generators(derive_seed(seed, -(2**20), step))
-        yield
-
-
-@contextmanager
-def generators_restored(*devices: torch.device) -> Iterator[None]:
-    """On exit, restore the random generators of the CPU and the given CUDA devices to their state on entry."""
-    states = get_random_states(*devices)
-    try:
-        yield
-    finally:
-        set_random_states(states, *devices)
+def seed_alike(seed: int, step: int) -> None:
+    """Seed the random generators of all ranks alike, and of each step anew."""
+    seed_generators(derive_seed(seed, -(2**20), step))

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import _utils
 
 from ..core.data import MicroBatch, Plan, Request, move
-from ..core.random_states import generators_of, generators_restored
+from ..core.random_states import generators_of
 from ..core.ranks import Rank, all_reduce
 from ..core.task import Task, inner
 from ..data import TimedLoader
@@ -177,15 +177,16 @@ class StreamPlan(Plan):
         return sys.maxsize
 
     def _read(self, request: Any) -> Any:
-        with generators_restored():
-            self.set_epoch(request.epoch)
-            if self._own is None:
-                self._own = generators_of(*self._roots, self.task.data_globals)
-            if request.cursor is not None:
-                self._cursor = request.cursor
-                self._items = self._read_part(request.cursor, request.epoch)
-            items = [*islice(self._items, request.num_samples)]
-            batch = self.task.collate(items) if items else None
+        self.set_epoch(request.epoch)
+        if self._own is None:
+            self._own = generators_of(*self._roots, self.task.data_globals)
+        if request.cursor is not None:
+            self._cursor = request.cursor
+            self._items = self._read_part(request.cursor, request.epoch)
+        part, num_parts = self._cursor["part"]
+        request.draws = [self._cursor["num_read"] * num_parts + part]  # as unique as an index
+        items = [*islice(self._items, request.num_samples)]
+        batch = self.task.collate(items) if items else None
         if self._has_state and request.num_samples:
             self._cursor = self._cursor | {"state": deepcopy(self.dataset.state_dict())}
         request.num_samples, request.cursor = len(items), self._cursor

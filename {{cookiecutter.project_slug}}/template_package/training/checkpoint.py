@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..config import Config
 from ..core.checkpoint import CONTINUE, FORMAT_VERSION
 from ..core.config import to_dict
-from ..core.random_states import derive_seed, get_random_states, seed_generators, set_random_states
 from ..core.ranks import gather_objects, pack, unpack
 from ..errors import ConfigError, one_line
 from ..strategies.base import Strategy
@@ -44,8 +43,7 @@ def load_run(
     config: Config,
     average: WeightAverage | None,
 ) -> None:
-    """Seed the RNGs and restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
-    rank = strategy.rank
+    """Restore `state`, if any. Raise ConfigError if it does not match the model or the data size."""
     if state:
         # older files lack it
         former = state["early_stopping"].get("num_samples", progress.num_samples)
@@ -57,10 +55,6 @@ def load_run(
         if average is not None:  # if ema_decay is new, the average begins with the weights
             average.set_weights(state.get("average", state["model"]))
         progress.load_state_dict(state)
-    # Each rank has its own (dropout differs by rank), derived from the step; a checkpoint of as many ranks replaces it.
-    seed_generators(derive_seed(config.seed, -1 - rank.rank, progress.step))
-    if state and len(state["random_states"]) == rank.world_size:
-        set_random_states(state["random_states"][rank.rank], *rank.devices)
 
 
 def collect_state(
@@ -74,7 +68,8 @@ def collect_state(
     state = {"format_version": FORMAT_VERSION, "config": to_dict(config), **progress.state_dict()}
     state |= strategy.state_dict()
     state |= {} if average is None else {"average": average.get_weights()}
-    packed = gather_objects(pack(get_random_states(*strategy.rank.devices) | {"cursor": cursor}))
+    # of each rank; generators have no state to keep: each micro-batch seeds what it draws
+    packed = gather_objects(pack({"cursor": cursor}))
     return state | {"random_states": [unpack(content) for content in packed or []]}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core.random_states import drawing_for
+from ..core.random_states import seed_alike
 from ..core.task import Task
 from ..errors import ConfigError
 from ..strategies.base import Strategy
@@ -25,22 +25,23 @@ def check_before_step(task: Task, strategy: Strategy) -> None:
 def call_on_epoch_begin(task: Task, strategy: Strategy, seed: int, epochs: Iterable[int]) -> None:
     """Call on_epoch_begin(model, epoch) in model.py, where all ranks draw alike."""
     for epoch in epochs:
-        with drawing_for(seed, -1 - epoch, *strategy.rank.devices):
-            task.on_epoch_begin(strategy.module, epoch)
+        seed_alike(seed, -1 - epoch)
+        task.on_epoch_begin(strategy.module, epoch)
     # It may put BatchNorm layers in eval mode: from then on, forwards read their statistics.
     strategy.synchronize_buffers()
 
 
 def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
-    """Call before_step(model, step, log) in model.py. Then reset random generators to their old states."""
+    """Call before_step(model, step, log) in model.py, where all ranks draw alike."""
     if task.before_step is not None:
-        with torch.no_grad(), drawing_for(seed, step, *strategy.rank.devices):
+        seed_alike(seed, step)
+        with torch.no_grad():
             task.before_step(strategy.evaluation_model, step, Log(tracking, step))
 
 
 def call_after_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
-    """Call after_step(model, step, log) in model.py, if defined. Then reset random generators to their old states."""
+    """Call after_step(model, step, log) in model.py, if defined, where all ranks draw alike."""
     if task.after_step is not None:
-        drawing = drawing_for(seed, step, *strategy.rank.devices)
-        with torch.no_grad(), drawing, strategy.autocast():
+        seed_alike(seed, step)
+        with torch.no_grad(), strategy.autocast():
             task.after_step(strategy.evaluation_model, step, Log(tracking, step))

@@ -17,11 +17,6 @@ from torch import nn
 
 from template_package.core.checkpoint import CheckpointFolder, export_weights, load_checkpoint
 from template_package.core.config import CheckpointConfig
-from template_package.core.random_states import (
-    get_random_states,
-    seed_generators,
-    set_random_states,
-)
 from template_package.errors import ConfigError
 from template_package.files import write_whole
 from template_package.training.checkpoint import load_weights
@@ -224,20 +219,6 @@ def test_exported_weights_have_plain_names_and_tied_weights_once(tmp_path: Path)
     other[1].weight = other[0].weight
     load_weights(other, tmp_path / "model.safetensors")
     assert torch.equal(other.state_dict()["1.weight"], model.state_dict()["0.weight"])
-
-
-def test_random_states_come_back_through_a_safe_file(tmp_path: Path) -> None:
-    def draw() -> list[float]:
-        return [random.random(), numpy.random.rand(), numpy.random.randn(), torch.rand(()).item()]
-
-    seed_generators(3)
-    first = draw()
-    torch.save(get_random_states(torch.device("cpu")), tmp_path / "states.pt")
-    expected = draw()
-    seed_generators(3)
-    assert draw() == first
-    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True), torch.device("cpu"))
-    assert draw() == expected
 
 
 MEASURED = """

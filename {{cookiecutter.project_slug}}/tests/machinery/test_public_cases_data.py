@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -27,12 +26,7 @@ from torch.utils.data import (
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import Plan, Request, epoch_order
-from template_package.core.random_states import (
-    generators_of,
-    get_random_states,
-    seed_generators,
-    set_random_states,
-)
+from template_package.core.random_states import generators_of
 from template_package.core.ranks import Rank
 from template_package.core.task import find_task, inner
 from template_package.data import OrderedPlan, TimedLoader, numbers_of, weighted_order
@@ -209,28 +203,25 @@ def restored() -> Iterator[Any]:
     public.set_bit_generator(former)
 
 
-def test_another_bit_generator_of_numpy_is_seeded_saved_and_left_as_it_was(
-    restored: Any, tmp_path: Path
-) -> None:
-    """Random states are read and set by public calls alone, so those follow numpy.random.set_bit_generator()."""
+def test_another_bit_generator_of_numpy_is_seeded(restored: Any) -> None:
+    """Generators are seeded by public calls alone, so those follow numpy.random.set_bit_generator()."""
     restored.set_bit_generator(numpy.random.MT19937(1))
-    seed_generators(3)
-    numpy.random.standard_normal()
-    torch.save(get_random_states(), tmp_path / "states.pt")
     alone = rows(FromNumpy())
     assert (
         alone == rows(FromNumpy(), world_size=2)
         and len({number for _, number in alone}) == NUM_SAMPLES
     )
-    drawn = numpy.random.standard_normal(3).tolist()
-    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
-    assert drawn == numpy.random.standard_normal(3).tolist(), "reading has not moved it"
 
 
-def test_bit_generator_that_checkpoints_cannot_hold_is_refused(restored: Any) -> None:
-    restored.set_bit_generator(numpy.random.PCG64(1))
-    with pytest.raises(ConfigError, match="checkpoints cannot hold PCG64"):
-        seed_generators(3)
+def test_dropout_of_the_same_micro_batches_is_the_same_on_any_number_of_ranks(
+    project: Project,
+) -> None:
+    words = [*DOUBLE, "model.dropout=0.5", "training.drop_last=true", "training.micro_batch_size=4"]
+    for name, devices in {"one": "cpu", "two": "cpu,cpu"}.items():
+        project.run(f"device_ids={devices}", f"name={name}", *words)
+    losses = [line["loss"] for line in project.lines("one")]
+    assert [line["loss"] for line in project.lines("two")] == pytest.approx(losses, rel=1e-10)
+    assert len({*losses}) == 12
 
 
 def test_each_sample_is_read_once() -> None:
