@@ -125,7 +125,7 @@ def test_disturbed_at_any_moment_the_run_ends_as_an_undisturbed_one(
     text = (
         f"## {len(hits)} x {fault} in {num_runs} runs, size={size}\n\n{inspect.getdoc(disturb)}\n\n{describe(hits)}\n\n"
         "The phase is rank 0's at that moment. After the same command had run to its end, metrics.jsonl (but for "
-        "samples_per_second), weights, model.safetensors, optimizer and random states equalled those of an undisturbed "
+        "samples_per_second), weights, model.safetensors and optimizer equalled those of an undisturbed "
         "run to the bit; no temporary file was left."
     )
     for phase in phases:

@@ -366,7 +366,10 @@ class EvaluationLoader(Loader):
                 requests.append(request)
             if num_parts:
                 break
-        for number, micro_batch in enumerate(self._read(requests)):
+        micro_batches: Iterable[MicroBatch] = self._read(requests)
+        if num_parts:  # all are read first: to read draws as well
+            micro_batches = [*micro_batches]
+        for number, micro_batch in enumerate(micro_batches):
             if number == 0 or not num_parts:
                 self.seed_for(requests[number])
             yield micro_batch
