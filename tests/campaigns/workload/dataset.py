@@ -1,4 +1,4 @@
-"""Random numbers with new noise at each read, so that a resumed run differs if any random state is lost."""
+"""Random numbers with new noise at each read, so that a resumed run differs if one draws other numbers."""
 
 # Tests replace text of this file.
 # fmt: off

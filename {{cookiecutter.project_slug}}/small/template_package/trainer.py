@@ -222,13 +222,13 @@ class Trainer:
                 sums[name] = sums.get(name, 0.0) + value * weight
         strategy.unscale()
         if task.before_step is not None:  # the gradients are averaged over ranks, and not clipped
-            seed_alike(config.seed, step)
+            seed_alike(config.seed, 2 * step)
             with torch.no_grad():
                 task.before_step(strategy.module, step, Log(self.tracking, step))
         norm = strategy.optimizer_step(self.config.training.max_gradient_norm)
         set_mode(strategy.optimizer, "eval")
         if task.after_step is not None:
-            seed_alike(config.seed, step)
+            seed_alike(config.seed, 2 * step + 1)
             with torch.no_grad(), strategy.autocast():
                 task.after_step(strategy.module, step, Log(self.tracking, step))
         return sums, norm

@@ -169,6 +169,7 @@ class Plan(Dataset[MicroBatch]):
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
+            seed_cpu(derive_seed(self.seed, -(2**20) - 1, epoch), self._own or ())  # it may draw
             for one in [self.dataset, *inner(self.dataset)]:
                 getattr(one, "set_epoch", lambda _: None)(epoch)
         self._epoch = epoch
@@ -227,9 +228,9 @@ class Loader:
             yield move(batch, self.device), request
 
     def seed_for(self, request: Request) -> None:
-        """Seed what the model draws for this micro-batch.
+        """Seed what model.py draws for this micro-batch, by its first sample.
 
-        It depends on the first sample alone: not on the ranks, nor on what was drawn before.
+        So it depends neither on what was drawn before, nor on the rank that computes it.
         """
         seed = seed_cpu if self._rank.device.type == "cpu" else seed_generators
         seed(derive_seed(self.plan.seed, -1 - request.epoch, request.draws[0]))
@@ -293,7 +294,11 @@ class TrainLoader(Loader):
                 break
         if held:
             with global_batch(request.batch_size):
-                weights = torch.stack([loss_weight_of(one, task, module, rank) for one in held])
+                counted = list[Tensor]()
+                for micro_batch in held:
+                    self.seed_for(micro_batch[1])
+                    counted.append(loss_weight_of(micro_batch, task, module, rank))
+                weights = torch.stack(counted)
                 total = all_reduce(weights.sum())
                 scale = torch.where(total == 0, 0.0, rank.world_size / total)
                 for micro_batch, weight in zip(held, weights * scale, strict=True):

@@ -7,17 +7,22 @@ import struct
 import sys
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
 from torch import Tensor
+
+from ..errors import ConfigError
 
 PLAIN = (str, int, float, bytes, type(None))  # these lead to no random generator
 
 
 def seed_generators(seed: int) -> None:
     """Seed the random generators of Python, NumPy and torch, on all devices."""
+    if (name := type(cast(Any, numpy.random).get_bit_generator()).__name__) != "MT19937":
+        problem = f"{name} keeps half of a pair of normal numbers when it is seeded"
+        raise ConfigError(f"numpy.random.set_bit_generator(): {problem}. Leave the call out.")
     torch.manual_seed(seed)
     seed_cpu(seed)
 
@@ -77,6 +82,6 @@ def derive_seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_alike(seed: int, step: int) -> None:
-    """Seed the random generators of all ranks alike, and of each step anew."""
-    seed_generators(derive_seed(seed, -(2**20), step))
+def seed_alike(seed: int, number: int) -> None:
+    """Seed, alike on all ranks, what model.py draws between micro-batches. Each number gives other draws."""
+    seed_generators(derive_seed(seed, -(2**20), number))

@@ -34,7 +34,7 @@ def call_on_epoch_begin(task: Task, strategy: Strategy, seed: int, epochs: Itera
 def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
     """Call before_step(model, step, log) in model.py, where all ranks draw alike."""
     if task.before_step is not None:
-        seed_alike(seed, step)
+        seed_alike(seed, 2 * step)
         with torch.no_grad():
             task.before_step(strategy.evaluation_model, step, Log(tracking, step))
 
@@ -42,6 +42,6 @@ def call_before_step(task: Task, strategy: Strategy, seed: int, step: int, track
 def call_after_step(task: Task, strategy: Strategy, seed: int, step: int, tracking: Any) -> None:
     """Call after_step(model, step, log) in model.py, if defined, where all ranks draw alike."""
     if task.after_step is not None:
-        seed_alike(seed, step)
+        seed_alike(seed, 2 * step + 1)
         with torch.no_grad(), strategy.autocast():
             task.after_step(strategy.evaluation_model, step, Log(tracking, step))

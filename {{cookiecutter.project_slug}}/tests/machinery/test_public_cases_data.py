@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from template_package.core.config import LoaderConfig
 from template_package.core.data import Plan, Request, epoch_order
-from template_package.core.random_states import generators_of
+from template_package.core.random_states import generators_of, seed_generators
 from template_package.core.ranks import Rank
 from template_package.core.task import find_task, inner
 from template_package.data import OrderedPlan, TimedLoader, numbers_of, weighted_order
@@ -211,6 +211,42 @@ def test_another_bit_generator_of_numpy_is_seeded(restored: Any) -> None:
         alone == rows(FromNumpy(), world_size=2)
         and len({number for _, number in alone}) == NUM_SAMPLES
     )
+
+
+def test_bit_generator_that_seeding_does_not_reset_is_refused(restored: Any) -> None:
+    restored.set_bit_generator(numpy.random.PCG64(1))
+    with pytest.raises(ConfigError, match="PCG64 keeps half of a pair"):
+        seed_generators(3)
+
+
+class Mined(Dataset[Tensor]):
+    """Its set_epoch() draws, as one does that mines negatives."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def set_epoch(self, epoch: int) -> None:
+        self.drawn = [epoch, random.random(), numpy.random.rand(), torch.rand(()).item()]
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, *self.drawn], dtype=torch.float64)
+
+
+def test_what_set_epoch_draws_depends_on_the_epoch_alone() -> None:
+    alone = rows(Mined())
+    assert rows(Mined()) == rows(Mined(), world_size=2) == rows(Mined(), workers=2) == alone
+
+
+def test_what_loss_weight_draws_depends_on_the_micro_batch_alone() -> None:
+    task = replace(TASK, loss_weight=lambda *_: random.random())
+    found = []
+    for state in (1, 2):
+        plan = OrderedPlan(TensorDataset(torch.arange(NUM_SAMPLES)), task, "training", 5, 8)
+        loader = TimedLoader(plan, LoaderConfig(), Rank(), 8, 2)
+        loader.start(0, 0)
+        random.seed(state)
+        found.append([float(weight) for _, weight in loader.next_step(nn.Identity())])
+    assert found[0] == found[1] and len({*found[0]}) == 4
 
 
 def test_dropout_of_the_same_micro_batches_is_the_same_on_any_number_of_ranks(
