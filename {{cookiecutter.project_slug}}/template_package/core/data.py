@@ -169,7 +169,7 @@ class Plan(Dataset[MicroBatch]):
 
     def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            seed_cpu(derive_seed(self.seed, -(2**20) - 1, epoch), self._own or ())  # it may draw
+            self._seed_for(-(2**20) - 1, epoch)  # it may draw
             for one in [self.dataset, *inner(self.dataset)]:
                 getattr(one, "set_epoch", lambda _: None)(epoch)
         self._epoch = epoch
@@ -227,7 +227,7 @@ class Loader:
         for batch, request in map(self.plan.__getitem__, requests) if is_plain else self._loader:
             yield move(batch, self.device), request
 
-    def seed_for(self, request: Request) -> None:
+    def seed_model(self, request: Request) -> None:
         """Seed what model.py draws for this micro-batch, by its first sample.
 
         So it depends neither on what was drawn before, nor on the rank that computes it.
@@ -285,7 +285,7 @@ class TrainLoader(Loader):
         held: list[MicroBatch] = []
         for batch, request in self._micro_batches:
             if task.loss_weight is None:
-                self.seed_for(request)
+                self.seed_model(request)
                 with global_batch(request.batch_size):  # until the next one: backward passes, too
                     yield (batch, request), request.weight
             else:
@@ -296,13 +296,13 @@ class TrainLoader(Loader):
             with global_batch(request.batch_size):
                 counted = list[Tensor]()
                 for micro_batch in held:
-                    self.seed_for(micro_batch[1])
+                    self.seed_model(micro_batch[1])
                     counted.append(loss_weight_of(micro_batch, task, module, rank))
                 weights = torch.stack(counted)
                 total = all_reduce(weights.sum())
                 scale = torch.where(total == 0, 0.0, rank.world_size / total)
                 for micro_batch, weight in zip(held, weights * scale, strict=True):
-                    self.seed_for(micro_batch[1])
+                    self.seed_model(micro_batch[1])
                     yield micro_batch, weight
 
     def _cut(self, epoch: int, position: int) -> Iterator[list[Request]]:
@@ -376,7 +376,7 @@ class EvaluationLoader(Loader):
             micro_batches = [*micro_batches]
         for number, micro_batch in enumerate(micro_batches):
             if number == 0 or not num_parts:
-                self.seed_for(requests[number])
+                self.seed_model(requests[number])
             yield micro_batch
 
 
