@@ -45,7 +45,7 @@ bake: $(READY)  ## answer the questions and generate a project in build/
 	$(BAKE) -o build
 
 test: lint size  ## check style, types and size, run the project's own tests and the fast ones (10 minutes on two cores)
-	cd "$(PROJECT)" && $(PYTEST) --ignore=tests/machinery
+	cd "$(PROJECT)" && $(SIDE_BY_SIDE) --ignore=tests/machinery
 	$(SIDE_BY_SIDE) -m "not slow"
 
 test-all: $(READY) .cache/docs/.ready  ## run the tests that `make test` leaves out (40 minutes on two cores)

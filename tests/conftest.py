@@ -75,6 +75,12 @@ def isolated_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+@pytest.fixture(scope="session")
+def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder where mypy keeps what it has read of torch, which takes longer than a project."""
+    return str(tmp_path_factory.mktemp("mypy"))
+
+
 @pytest.fixture
 def stub_python(tmp_path: Path) -> StubPython:
     """Return a function that makes a stand-in for Python: a script that runs shell lines instead of run.py."""

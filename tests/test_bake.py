@@ -202,13 +202,13 @@ def test_small_project_with_commands_of_the_full_one(
 
 
 @pytest.mark.slow
-def test_commands_alone_pass_their_tests(template: Path, tmp_path: Path) -> None:
+def test_commands_alone_pass_their_tests(template: Path, tmp_path: Path, mypy_cache: str) -> None:
     project = bake(template, tmp_path, size="small", _extras="doctor,export,sweep")
     tests = [f"tests/test_command_{name}.py" for name in ("doctor", "export", "report", "sweep")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=project, capture_output=True, encoding="utf-8", check=False)
     assert run.returncode == 0, run.stdout
-    mypy = [sys.executable, "-m", "mypy", "ddp_experiment", "run.py"]
+    mypy = [sys.executable, "-m", "mypy", "--cache-dir", mypy_cache, "ddp_experiment", "run.py"]
     run = subprocess.run(mypy, cwd=project, capture_output=True, encoding="utf-8", check=False)
     assert run.returncode == 0, run.stdout
 

@@ -27,7 +27,8 @@ TWO = "device_ids=cpu,cpu"
 @pytest.fixture(scope="module")
 def projects(template: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("environment")
-    return {size: bake(template, folder / size, size=size) for size in ("small", "full")}
+    answers = {"example": "stub"}  # it needs no library that takes seconds to import
+    return {size: bake(template, folder / size, size=size, **answers) for size in ("small", "full")}
 
 
 @pytest.fixture(params=["small", "full"])
@@ -193,13 +194,16 @@ except SystemExit as end:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_full_shared_memory_is_told_with_its_remedy(project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["small", "full"])
+def test_full_shared_memory_is_told_with_its_remedy(
+    template: Path, tmp_path: Path, size: str
+) -> None:
     """A container has 64 MB there, unless it was started with more."""
+    project = bake(template, tmp_path, size=size)
     words = "device_ids=cpu loader.num_workers=1 training.global_batch_size=1024"
     line = "mount -t tmpfs -o size=100k none /dev/shm && "
     line += f"exec {sys.executable} run.py {words} {' '.join(SHORT)}"
-    variables = {"DDP_RUNS_FOLDER": str(tmp_path)}
-    code, printed = run(project, "unshare", "--mount", "sh", "-c", line, **variables)
+    code, printed = run(project, "unshare", "--mount", "sh", "-c", line)
     assert code == 1 and "set loader.num_workers=0" in printed, printed
 
 
@@ -275,7 +279,7 @@ def silent_server() -> Iterator[str]:
 def test_tracker_whose_server_is_silent_costs_a_warning(
     template: Path, tmp_path: Path, size: str, tracker: str
 ) -> None:
-    project = bake(template, tmp_path, size=size, tracker=tracker)
+    project = bake(template, tmp_path, size=size, tracker=tracker, example="stub")
     if tracker == "mlflow":  # W&B takes an earlier limit for a lost connection, and tries again
         logs = project / "ddp_experiment" / "core" / "logs.py"
         text = logs.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import yaml
 from test_update import ANSWERS, commit, edit, update
 
 from baking import PROJECT, ROOT, bake, plain_environment
+from warm import run_warm
 
 BOTH = ("small", pytest.param("full", marks=pytest.mark.slow))
 POLICY = '''"""The lab's rules for new runs."""
@@ -57,21 +58,19 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def run(
-    project: Path, *words: str, code: int = 0, command: tuple[str, ...] = (), **variables: str
-) -> str:
+def run(project: Path, *words: str, code: int = 0, **variables: str) -> str:
     """Run run.py, which asks a policy unless `variables` says otherwise. Return its output."""
-    result = subprocess.run(
-        [*(command or (sys.executable,)), "run.py", *words],
-        cwd=project,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        env=plain_environment({"DDP_POLICY": "", "USER": "bob", **variables}),
+    ended, printed = run_warm(project, *words, **{"DDP_POLICY": "", "USER": "bob", **variables})
+    assert ended == code, printed
+    return printed
+
+
+def run_by_torchrun(project: Path, *words: str, **variables: str) -> None:
+    """Train on two ranks."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    subprocess.run(
+        [*torchrun, "run.py", *words], cwd=project, check=True, env=plain_environment(variables)
     )
-    assert result.returncode == code, result.stdout
-    return result.stdout
 
 
 def read_json(path: Path) -> Any:
@@ -161,7 +160,7 @@ def test_smoke_and_the_projects_own_tests_ask_no_policy(
             "-q",
             "tests/test_training.py",
             "-k",
-            "stopped_run or summary",
+            "failure_of_one_rank or summary",
         ],
         cwd=project,
         check=False,
@@ -209,9 +208,8 @@ def test_config_of_the_lab_holds_where_no_other_file_sets_the_key(
         if "learning_rate: 3" not in line
     ]
     config.write_text("".join(kept), encoding="utf-8")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
     words = (*SHORT, "device_ids=cpu,cpu", "name=less")
-    run(project, *words, command=torchrun, DDP_CONFIG=str(lab))
+    run_by_torchrun(project, *words, DDP_CONFIG=str(lab))
     assert stored("less")["optimizer"]["learning_rate"] == 0.5
     # a stored run is evaluated with its own values
     lab.write_text("model: {hidden_size: 7}\nloader: {num_workers: 1}\n", encoding="utf-8")

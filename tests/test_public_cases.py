@@ -22,13 +22,16 @@ CASES += (
     " or plain_run or takes_the_place or trials_change or term or returns_rates or after_a_step"
 )
 CASES += " or replicas_that_differ or one_class"
+CASES += (
+    " or did_to_the_weights or draw_anew or without_an_optimizer or constant_with or never_comes"
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_public_cases_hold_in_a_small_project(tmp_path: Path) -> None:
     project = make_small_project(tmp_path / "project")
-    names = ("public_cases_scores", "public_cases_model", "global_batch")
+    names = ("public_cases_scores", "public_cases_model", "global_batch", "hooks", "failing")
     files = [f"tests/machinery/test_{name}.py" for name in names]
     words = ["-q", "-p", "no:cacheprovider", "-k", f"({CASES}) and not average and not deepspeed"]
     result = subprocess.run(

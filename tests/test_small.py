@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from baking import bake, plain_environment
+from warm import run_warm
 
 WORDS = ("logging.every_steps=1", "logging.tracker=none", "training.epochs=2", "name=run")
 SPEEDS = ("samples_per_second",)
@@ -25,17 +26,9 @@ def projects(template: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def run(project: Path, runs: Path, *words: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "run.py", *words, *WORDS],
-        cwd=project,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        env=plain_environment({"DDP_RUNS_FOLDER": str(runs)}),
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
+    code, printed = run_warm(project, *words, *WORDS, DDP_RUNS_FOLDER=str(runs))
+    assert code == 0, printed
+    return printed
 
 
 def lines_of(runs: Path) -> list[dict[str, Any]]:
@@ -170,7 +163,7 @@ def build_optimizer(model, config):
 def test_optimizer_with_two_sets_of_weights_is_told_which_one_is_wanted(
     template: Path, tmp_path: Path, size: str
 ) -> None:
-    project = bake(template, tmp_path, size=size)
+    project = bake(template, tmp_path, size=size, example="stub")
     with next(project.glob("*/model.py")).open("a", encoding="utf-8") as file:
         file.write(MEAN_OF_ITERATES)
     for runs in ("whole", "twice"):
@@ -194,14 +187,7 @@ def test_memory_that_runs_out_names_the_key_that_helps(template: Path, tmp_path:
             "\n\ndef compute_loss(model, batch):\n    raise torch.OutOfMemoryError('out')\n"
         )
     for devices in ("cpu", "cpu,cpu"):
-        done = subprocess.run(
-            [sys.executable, "run.py", f"device_ids={devices}", "logging.tracker=none"],
-            cwd=project,
-            env=plain_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 1
+        code, printed = run_warm(project, f"device_ids={devices}", "logging.tracker=none")
+        assert code == 1
         remedy = "error: a device's memory is full. Set a smaller training.micro_batch_size"
-        assert done.stderr.splitlines()[-1].startswith(remedy), done.stderr
+        assert printed.splitlines()[-1].startswith(remedy), printed

@@ -106,7 +106,7 @@ def main() -> int:
                 aim_tokens=10_000,
                 max_lines=4_560,
             ),
-            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_700),
+            print_files("small: tests", small, python_files(small, "tests"), max_tokens=5_100),
             *print_flows(
                 "small", small, Path(folder, "spy-small"), max_to_step=21, max_from_sigterm=13
             ),

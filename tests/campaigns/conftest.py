@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-from baking import PROJECT, ROOT, bake
+from baking import ROOT, bake
+from warm import project_tests
 
 REPORTS = ROOT / "build" / "campaigns"
 
@@ -123,38 +121,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"written to {REPORTS / 'reliability.md'}")
 
 
-@pytest.fixture(scope="session")
-def project_tests() -> ModuleType:
-    """Return conftest.py of the generated project's tests as a module, for its helpers."""
-    path = ROOT / PROJECT / "tests" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("project_conftest", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def make_project(
-    project_tests: ModuleType, tmp_path: Path, template: Path
-) -> Iterator[Callable[..., Any]]:
+def make_project(tmp_path: Path, template: Path) -> Iterator[Callable[..., Any]]:
     """Yield a function that makes a project like those of the generated tests.
 
     The function's argument is a folder with the project's model.py and dataset.py, or None for those of the tests.
     With size="small" it is a new project of that size, in which run() needs a `command`.
     """
-    sessions = []
+    sessions, helpers = [], project_tests()
 
     def make(workload: Path | None, size: str = "full") -> Any:
-        workload = workload or project_tests.WORKLOAD
+        workload = workload or helpers.WORKLOAD
         if size == "small":
             folder = bake(template, tmp_path, size="small")
             for name in ("model.py", "dataset.py"):
                 shutil.copy(workload / name, folder / "ddp_experiment")
             known = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-            settings = yaml.safe_load(project_tests.SETTINGS)
+            settings = yaml.safe_load(helpers.SETTINGS)
             for section in filter(lambda name: isinstance(known[name], dict), {*known}):
                 own = settings.get(section, {})
                 settings[section] = {key: own[key] for key in own if key in known[section]}
@@ -162,9 +145,9 @@ def make_project(
             settings |= {"data": {}, "model": {}}
             (folder / "config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         else:
-            folder = project_tests.copy_project(tmp_path / "project", workload)
-        sessions.append(project_tests.Session(folder, tmp_path / "session.txt"))
-        return project_tests.Project(folder, sessions[-1])
+            folder = helpers.copy_project(tmp_path / "project", workload)
+        sessions.append(helpers.Session(folder, tmp_path / "session.txt"))
+        return helpers.Project(folder, sessions[-1])
 
     yield make
     for session in sessions:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from baking import PROJECT, ROOT
+
 from .conftest import Report, Tries
 
 SMALL = ["training.max_steps=2", "evaluation.every_epochs=null", "checkpoint.every_epochs=null"]
@@ -54,7 +56,6 @@ SPARED = (
 @pytest.mark.timeout(3600)
 def test_mutated_config_is_refused_in_words_or_trains(
     make_project: Callable[[Path | None], Any],
-    project_tests: Any,
     is_long: bool,
     report: Report,
     tmp_path: Path,
@@ -64,10 +65,10 @@ def test_mutated_config_is_refused_in_words_or_trains(
         "model.py",
         "dataset.py",
     ):
-        shutil.copy(project_tests.ROOT / project_tests.PACKAGE / name, tmp_path)
+        shutil.copy(ROOT / PROJECT / "template_package" / name, tmp_path)
     project, choose = make_project(tmp_path), random.Random(seed := 3)
     original = (project.folder / "config.yaml").read_text(encoding="utf-8")
-    keys = [key for key in dotted(yaml.safe_load(defaults(project_tests))) if key not in SPARED]
+    keys = [key for key in dotted(yaml.safe_load(defaults())) if key not in SPARED]
     names = {name for key in [*keys, *SPARED] for name in key.split(".")}
     num_cases, codes, rules, tries = (
         (1_000 if is_long else 120),
@@ -108,8 +109,8 @@ def test_mutated_config_is_refused_in_words_or_trains(
     assert len(rules) >= 15
 
 
-def defaults(project_tests: Any) -> str:
-    text: str = (project_tests.ROOT / "config.yaml").read_text(encoding="utf-8")
+def defaults() -> str:
+    text = (ROOT / PROJECT / "config.yaml").read_text(encoding="utf-8")
     return re.sub(r"\{[{%].*?[%}]\}", "x", text)
 
 

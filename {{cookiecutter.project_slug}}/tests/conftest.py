@@ -67,16 +67,15 @@ class Session:
         self._folder, self._path = folder, output
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, folder: Path, script: str, words: list[str]) -> tuple[int | None, str]:
+    def run(
+        self, folder: Path, script: str, words: list[str], **env: str
+    ) -> tuple[int | None, str]:
         """Run a command. Return its exit code (None if it does not finish in time) and its output."""
         self.start()
         assert self._process is not None and self._process.stdin is not None
         start = self._path.stat().st_size
-        print(
-            json.dumps({"folder": str(folder), "script": script, "words": words}),
-            file=self._process.stdin,
-            flush=True,
-        )
+        command = {"folder": str(folder), "script": script, "words": words, "env": env}
+        print(json.dumps(command), file=self._process.stdin, flush=True)
         self.pid = int(self._replies.readline())
         is_answered, *_ = select.select([self._replies], [], [], TIMEOUT_SECONDS)
         reply = self._replies.readline() if is_answered else ""

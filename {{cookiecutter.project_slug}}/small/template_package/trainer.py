@@ -133,6 +133,7 @@ class Trainer:
             message = "run %s is complete: %d steps. %s; for a new run, choose another name=…"
             logger.info(message, self.config.name, self.progress.step, remedy)
             return 0
+        stop.beat()
         self.rehearse()
         progress = self.progress
         self.tracking = Tracking(

@@ -53,6 +53,7 @@ def work(
         names = ", ".join(splits)
         raise ConfigError(f"evaluation.split={split}: build_datasets() returns {names} only.")
     evaluator = Evaluator(splits[split], split, config, rank, task)
+    stop.beat()  # the first batch may never come
     values = evaluator.run(strategy, stop.beat)
     table = evaluator.write_report(directory, path.stem, state["step"])
     strategy.close()

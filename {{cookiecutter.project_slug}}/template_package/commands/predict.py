@@ -43,6 +43,7 @@ def work(
     label_names = getattr(dataset, "label_names", None)
     strategy.evaluation_model.eval()
     rows: dict[int, dict[str, Any]] = {}
+    stop.beat()
     for batch, request in loader.read(size):
         stop.beat()
         with strategy.gathered(), strategy.autocast():  # a text may need more passes on one rank

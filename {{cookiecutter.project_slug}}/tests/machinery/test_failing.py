@@ -73,6 +73,17 @@ def test_hang_is_found_and_the_logs_have_the_stacks_of_all_ranks(project: Projec
     assert "in compute_loss" not in logs[0] and "in compute_loss" in logs[1], "where rank 1 hangs"
 
 
+def test_sample_that_never_comes_ends_training_and_evaluation_before_the_first_step(
+    project: Project,
+) -> None:
+    project.run("device_ids=cpu", "training.max_steps=1")
+    stuck = ("device_ids=cpu", "data.stuck_index=0", "launch.timeout_minutes=0.05")
+    for words in (["evaluate"], ["training.max_steps=1", "name=new"]):
+        output = project.run(*words, *stuck, code=1)
+        assert output.count("Timeout (0:00:03)!") == 1 and "in __getitem__" in output
+    assert not (project.directory("new") / "metrics.jsonl").exists()
+
+
 def test_rank_that_does_not_even_answer_ends_all(project: Project) -> None:
     output = project.run(
         "device_ids=cpu,cpu", "launch.timeout_minutes=0.15", "model.fault=freeze", code=1

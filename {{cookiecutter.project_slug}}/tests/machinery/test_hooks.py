@@ -179,6 +179,20 @@ def test_what_on_epoch_begin_draws_is_the_same_on_all_ranks_and_after_a_resume(
     assert project.lines("again") == project.lines("run")
 
 
+def test_what_on_epoch_begin_did_to_the_weights_is_not_done_again(project: Project) -> None:
+    """A checkpoint from the middle of an epoch holds what the hook did to the weights."""
+    hook = "def on_epoch_begin(model: Any, epoch: int) -> None:\n    if epoch == 1:\n"
+    project.append("model.py", f"{hook}        torch.nn.init.zeros_(model[-1].weight)")
+    words = ("training.epochs=2", "checkpoint.every_steps=10")
+    project.run(*words)
+    project.rewind("run", 10, "again")
+    assert "resuming after step 10 of 14" in project.run(*words, "name=again")
+    assert project.lines("again") == project.lines("run")
+    resume = "checkpoint.resume=runs/run/checkpoints/step_00000014.pt"
+    output = project.run("training.epochs=1", "name=new", resume, code=2)
+    assert "it has done step 14, and this run ends at 7. Raise training.epochs" in output
+
+
 def test_weights_that_on_epoch_begin_sets_otherwise_on_a_rank_end_the_run(project: Project) -> None:
     hook = (
         "def on_epoch_begin(model: Any, epoch: int) -> None:\n    if epoch:\n        import os\n\n"
@@ -524,6 +538,12 @@ def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
     ]
 
 
+def test_constant_with_the_name_of_a_function_is_refused(project: Project) -> None:
+    project.append("model.py", "loss_weight = 0.01")
+    output = project.run(code=2)
+    assert "model.py: loss_weight is 0.01" in output and "Rename yours" in output
+
+
 def test_optional_function_that_is_none_counts_as_absent(project: Project) -> None:
     project.append(
         "model.py", "training_metrics = loss_weight = on_epoch_begin = after_step = None"
@@ -570,6 +590,26 @@ def test_before_step_sees_averaged_gradients_and_does_not_shift_the_run(
     assert [float(norm) for *_, norm in told] == pytest.approx(norms, rel=1e-4)
 
 
+DRAWS = """
+
+def before_step(model: nn.Module, step: int, log: Any) -> None:
+    print("DRAW before", step, torch.rand(()).item(), flush=True)
+
+
+def after_step(model: nn.Module, step: int, log: Any) -> None:
+    print("DRAW after", step, torch.rand(()).item(), flush=True)
+"""
+
+
+def test_hooks_draw_anew_each_time_and_alike_on_all_ranks(project: Project) -> None:
+    project.append("model.py", DRAWS)
+    project.run("device_ids=cpu,cpu", "training.max_steps=5")
+    logs = [project.directory("run") / "logs" / f"rank_{rank}.log" for rank in (0, 1)]
+    texts = [log.read_text(encoding="utf-8").splitlines() for log in logs]
+    first, second = ([line for line in text if line.startswith("DRAW")] for text in texts)
+    assert first == second and len({line.split()[3] for line in first}) == 10
+
+
 TERMS = """
 
 former_loss = compute_loss
@@ -598,3 +638,31 @@ def test_terms_of_the_loss_are_trained_as_their_sum_and_logged_alone(project: Pr
     project.edit("model.py", '"size": 0.1', '"step": 0.1')
     output = project.run(*words, "name=taken", code=2)
     assert "name the terms of the loss otherwise than step" in output
+
+
+HELD = """
+
+def build_optimizer(model: nn.Module, config: Any) -> Any:
+    return torch.optim.SGD(model[-1].parameters(), lr=config.learning_rate)
+"""
+FROZEN = """
+
+former_build = build_model
+
+
+def build_model(config: ModelConfig) -> nn.Module:
+    model: Any = former_build(config)
+    model[:-1].requires_grad_(False)
+    return model
+"""
+
+
+def test_parameters_without_an_optimizer_have_no_part_in_clipping(project: Project) -> None:
+    project.append("model.py", HELD)
+    words = ("training.max_gradient_norm=0.01", "training.epochs=1")
+    project.run(*words, "name=held")
+    project.append("model.py", FROZEN)
+    project.run(*words, "name=frozen")
+    held, frozen = project.lines("held"), project.lines("frozen")
+    assert [line["loss"] for line in held] == pytest.approx([line["loss"] for line in frozen])
+    assert held[-1]["gradient_norm"] == pytest.approx(frozen[-1]["gradient_norm"])

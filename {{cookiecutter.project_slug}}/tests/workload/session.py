@@ -1,6 +1,7 @@
 """Runs the tests' commands in turn, each in a process that is forked from this one, which has imported torch.
 
-`python session.py FD` reads commands from stdin, one JSON object per line (`folder`, `script`, its arguments `words`).
+`python session.py FD` reads commands from stdin, one JSON object per line (`folder`, `script`, its arguments `words`,
+variables of the environment `env`).
 It writes the process's id and then its exit code to file descriptor FD, and what the command prints to stdout.
 """
 
@@ -54,7 +55,8 @@ def fork(folder: str, script: str, words: Sequence[str], env: Mapping[str, str])
     sys.path[0], sys.argv = folder, [f"{script}.py", *words]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        launch = importlib.import_module("template_package.core.launch")
+        (path,) = Path(folder).glob("*/core/launch.py")
+        launch = importlib.import_module(f"{path.parents[1].name}.core.launch")
         vars(launch)["Popen"] = Forked
         code: int = importlib.import_module(script).main(list(words))
     except KeyboardInterrupt:
@@ -104,6 +106,6 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # those to the whole group, too
     with os.fdopen(int(sys.argv[1]), "w") as replies:
         for line in sys.stdin:
-            pid = fork(**json.loads(line), env={})
+            pid = fork(**json.loads(line))
             print(pid, file=replies, flush=True)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=replies, flush=True)
