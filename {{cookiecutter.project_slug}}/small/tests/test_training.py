@@ -35,18 +35,24 @@ for epoch in range(2):
 """
 
 
-def test_ranks_micro_batches_and_strategies_train_as_a_plain_loop(project: Project) -> None:
+PLAIN = (*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0")
+PLAIN += ("schedule.name=constant",)
+
+
+def plain_losses(project: Project) -> list[float]:
     (project.folder / "plain.py").write_text(PLAIN_LOOP, encoding="utf-8")
-    plain = project.start(command=(sys.executable, "plain.py"))
-    expected = [float(line) for line in plain.communicate()[0].split()]
-    assert len(expected) == 14 and [*epoch_order(3, 42, 0)] != [0, 1, 2]
-    words = [*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0"]
-    words += ["schedule.name=constant"]
-    evaluations = []
+    process = project.start(command=(sys.executable, "plain.py"))
+    losses = [float(line) for line in process.communicate()[0].split()]
+    assert len(losses) == 14 and [*epoch_order(3, 42, 0)] != [0, 1, 2]
+    return losses
+
+
+def test_any_ranks_and_micro_batches_train_as_a_plain_loop(project: Project) -> None:
+    expected, evaluations = plain_losses(project), []
     for ranks, size in ((1, "auto"), (2, "3"), (3, "auto")):
         devices = f"device_ids={','.join(['cpu'] * ranks)}"
         sizes = (f"training.micro_batch_size={size}", "training.epochs=2")
-        project.run(*words, devices, f"name={ranks}", *sizes)
+        project.run(*PLAIN, devices, f"name={ranks}", *sizes)
         # float64, added in another order; a sample too many would show in the third digit.
         assert project.losses(f"{ranks}") == pytest.approx(expected, rel=1e-10)
         evaluations.append(project.lines(f"{ranks}", "validation"))
@@ -54,10 +60,14 @@ def test_ranks_micro_batches_and_strategies_train_as_a_plain_loop(project: Proje
         for line, first in zip(lines, evaluations[0], strict=True):
             assert line["loss"] == pytest.approx(first["loss"], rel=1e-10)
             assert line["num_samples"] == 37
-    project.run(*words, "device_ids=cpu,cpu", "training.epochs=1")
-    words += ["device_ids=cpu,cpu", "training.epochs=2", "strategy=fsdp"]
-    assert "resuming after step 7 of 14" in project.run(*words)
-    assert project.losses("run") == pytest.approx(expected, rel=1e-10)
+
+
+def test_run_that_moves_to_fsdp_trains_as_a_plain_loop(project: Project) -> None:
+    words = (*PLAIN, "device_ids=cpu,cpu")
+    project.run(*words, "training.epochs=1")
+    output = project.run(*words, "training.epochs=2", "strategy=fsdp")
+    assert "resuming after step 7 of 14" in output
+    assert project.losses("run") == pytest.approx(plain_losses(project), rel=1e-10)
 
 
 def test_stopped_run_continues_as_if_it_had_not_been_stopped(project: Project) -> None:
