@@ -154,6 +154,22 @@ def test_threads_that_wait_do_not_spin(
     assert command or "GOMP_SPINCOUNT = '300000'" not in printed, printed  # torchrun itself spins
 
 
+@pytest.mark.slow
+def test_set_of_names_has_the_same_order_in_every_process(project: Path, tmp_path: Path) -> None:
+    project = copy_of(project, tmp_path)
+    # one write a line, or an unbuffered Python mixes the words of two ranks
+    words = "'ORDER ' + ' '.join({f'class {k}' for k in range(9)}) + '\\n'"
+    with next(project.glob("*/dataset.py")).open("a", encoding="utf-8") as file:
+        file.write(f"\nprint({words}, end='')\n")
+    orders = []
+    for devices in ("device_ids=cpu", TWO):
+        command = (sys.executable, "run.py", devices, *SHORT, f"name=run{len(devices)}")
+        code, printed = run(project, *command)
+        assert code == 0, printed
+        orders += [line for line in printed.splitlines() if line.startswith("ORDER")]
+    assert len(orders) == 3 and len({*orders}) == 1
+
+
 def test_import_of_run_changes_no_backend(project: Path) -> None:
     """A notebook imports run_fn: matplotlib would show no more pictures there."""
     text = "import os; from run import run_fn; print(os.environ.get('MPLBACKEND'))"

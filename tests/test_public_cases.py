@@ -23,7 +23,8 @@ CASES += (
 )
 CASES += " or replicas_that_differ or one_class"
 CASES += (
-    " or did_to_the_weights or draw_anew or without_an_optimizer or constant_with or never_comes"
+    " or did_to_the_weights or draw_anew or without_an_optimizer or constant_with"
+    " or never_comes or needs_two_samples"
 )
 
 
@@ -31,7 +32,8 @@ CASES += (
 @pytest.mark.timeout(1200)
 def test_public_cases_hold_in_a_small_project(tmp_path: Path) -> None:
     project = make_small_project(tmp_path / "project")
-    names = ("public_cases_scores", "public_cases_model", "global_batch", "hooks", "failing")
+    names = ("public_cases_scores", "public_cases_model", "global_batch", "hooks")
+    names += ("failing", "rehearsal")
     files = [f"tests/machinery/test_{name}.py" for name in names]
     words = ["-q", "-p", "no:cacheprovider", "-k", f"({CASES}) and not average and not deepspeed"]
     result = subprocess.run(
