@@ -32,8 +32,8 @@ CASES += (
 @pytest.mark.timeout(1200)
 def test_public_cases_hold_in_a_small_project(tmp_path: Path) -> None:
     project = make_small_project(tmp_path / "project")
-    names = ("public_cases_scores", "public_cases_model", "global_batch", "hooks")
-    names += ("failing", "rehearsal")
+    names = ["public_cases_scores", "public_cases_model", "global_batch"]
+    names += ["hooks", "failing", "rehearsal"]
     files = [f"tests/machinery/test_{name}.py" for name in names]
     words = ["-q", "-p", "no:cacheprovider", "-k", f"({CASES}) and not average and not deepspeed"]
     result = subprocess.run(
