@@ -25,6 +25,7 @@ CASES += " or replicas_that_differ or one_class"
 CASES += (
     " or did_to_the_weights or draw_anew or without_an_optimizer or constant_with"
     " or never_comes or needs_two_samples"
+    " or say_what_is_better or below_zero or without_a_state"
 )
 
 

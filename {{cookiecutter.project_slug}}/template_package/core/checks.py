@@ -283,9 +283,11 @@ def check_replicas(strategy: Strategy, step: int, rank: Rank) -> None:
     new = {*differing} - strategy.told
     if new and not strategy.config.ddp.broadcast_buffers:
         strategy.told |= new
-        message = "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and"
-        message += " saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples (gather_rows)."
-        logger.warning(message, ", ".join(sorted(new)))
+        logger.warning(
+            "warning: these buffers differ between ranks: %s; only rank 0's are evaluated and "
+            "saved. Set ddp.broadcast_buffers=true, or update them from all ranks' samples (gather_rows).",
+            ", ".join(sorted(new)),
+        )
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -300,28 +302,29 @@ def settings_without_effect(config: Config, task: Task) -> Iterator[str]:
     schedule, evaluation = config.schedule.name, config.evaluation
     is_evaluated = evaluation.every_epochs or evaluation.every_steps
     section = config.strategy if hasattr(config, config.strategy) else "ddp"
+    unread = "|".join(unread_keys(config))
     rules = (
         (
             "schedule[.]",
             task.learning_rate is not None,
-            "learning_rate() in model.py takes its place",
+            "as learning_rate() in model.py takes its place",
         ),
         (
             "optimizer[.](?!l)",
             task.build_optimizer is not None,
-            "build_optimizer() in model.py may ignore it",
+            "unless build_optimizer() in model.py reads it",
         ),
-        ("|".join(unread_keys(config)), bool(unread_keys(config)), f"schedule.name={schedule}"),
+        (unread, unread, f"with schedule.name={schedule}"),
         (
             "schedule[.]name=plateau|training[.]early_stopping",
             not is_evaluated,
-            "there are no evaluations",
+            "as there are no evaluations",
         ),
-        (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"strategy={config.strategy}"),
-        ("loader[.]prefetch_factor", config.loader.num_workers == 0, "loader.num_workers=0"),
+        (f"(?!{section})(ddp|fsdp|deepspeed)[.]", True, f"with strategy={config.strategy}"),
+        ("loader[.]prefetch_factor", config.loader.num_workers == 0, "with loader.num_workers=0"),
     )
     for key, change in differing_keys({}, config).items():  # from the defaults
         setting = f"{key}={change.partition(' -> ')[2]}"
         reasons = [reason for rule, is_true, reason in rules if is_true and re.match(rule, setting)]
         if reasons:
-            yield f"{setting} has no effect: {reasons[0]}"
+            yield f"{setting} has no effect {reasons[0]}"

@@ -353,7 +353,7 @@ class EvaluationLoader(Loader):
         self.order = torch.arange(self.num_samples) * num_all // self.num_samples
 
     def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """Read this rank's share; or its first micro-batch, in parts that draw what it draws whole."""
+        """Read this rank's share; or its first micro-batch, in one part or two."""
         rank, world_size = self._rank.rank, self._rank.world_size
         requests: list[Request] = []
         order = self.order
@@ -364,20 +364,27 @@ class EvaluationLoader(Loader):
         for batch in torch.split(order, self._batch_size or self.num_samples):
             size = len(batch) if self._batch_size else micro_batch_size
             pieces = cut_share(batch, rank, world_size, size)
-            for piece in pieces[0].tensor_split(num_parts) if num_parts else pieces:
+            if num_parts:
+                cut = middle_of(len(pieces[0]))
+                pieces = pieces[0].tensor_split([cut] * (num_parts - 1))
+            for piece in pieces:
                 indices = piece.tolist() or [0]
                 counts = len(batch) * bool(self._batch_size)
                 request = Request(0, indices, indices, len(piece), batch_size=counts)
                 requests.append(request)
             if num_parts:
                 break
-        micro_batches: Iterable[MicroBatch] = self._read(requests)
-        if num_parts:  # all are read first: to read draws as well
-            micro_batches = [*micro_batches]
-        for number, micro_batch in enumerate(micro_batches):
-            if number == 0 or not num_parts:
-                self.seed_model(requests[number])
+        for micro_batch in self._read(requests):
+            self.seed_model(micro_batch[1])
             yield micro_batch
+
+
+def middle_of(size: int) -> int:
+    """Return where to cut samples in two: at an odd number beside the middle.
+
+    Of samples that count or not, equal parts would often hold equally many that count.
+    """
+    return min(size // 2 + 1 | 1, size - 1)
 
 
 def check_whole(task: Task, section: str, size: int, share: int) -> None:

@@ -2,20 +2,31 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Interrupted
 from .config import Config, LoaderConfig
-from .data import EvaluationLoader, Plan, check_whole, loss_weight_of, move
+from .data import (
+    EvaluationLoader,
+    MicroBatch,
+    Movable,
+    Plan,
+    check_whole,
+    loss_weight_of,
+    middle_of,
+    move,
+)
 from .global_batch import global_batch
 from .optimizer import changed_marks, leaves_of, number_of
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
@@ -102,13 +113,26 @@ def telling_of_changes(strategy: Strategy, task: Task) -> Iterator[None]:
     changed = {*changed_marks(former, marks())} - strategy.told
     if changed:
         strategy.told |= changed
-        message = (
-            "warning: compute_loss or a metric changes %s of the model or model.py. So do trials"
+        logger.warning(
+            "warning: compute_loss or a metric changes %s of the model or model.py. So do trials "
+            "of them, and no checkpoint holds it: register a buffer, or change it in after_step.",
+            ", ".join(sorted(changed)[:5]),
         )
-        message += (
-            " of them, and no checkpoint holds it: register a buffer, or change it in after_step."
-        )
-        logger.warning(message, ", ".join(sorted(changed)[:5]))
+
+
+def halves_of(micro_batch: MicroBatch) -> list[MicroBatch]:
+    """Cut a micro-batch in two. One that is not tensors alone, with a row a sample, stays whole."""
+    batch, request = micro_batch
+    size, parts = request.num_samples, list[Any]()
+    kinds = Movable, numpy.ndarray, str, int, float  # a graph is no tensor, but can be moved
+    apply_to_collection(batch, kinds, parts.append, allow_frozen=True)
+    if size < 2 or not all(isinstance(x, Tensor) and x.shape[:1] == (size,) for x in parts):
+        return [micro_batch, (batch, replace(request, num_samples=0))]
+    cut, halves = middle_of(size), list[MicroBatch]()
+    for n in range(2):
+        half = apply_to_collection(batch, Tensor, lambda part, n=n: part.tensor_split([cut])[n])
+        halves.append((half, replace(request, num_samples=(cut, size - cut)[n])))
+    return halves
 
 
 class Evaluator:
@@ -152,6 +176,13 @@ class Evaluator:
         self._parts = [part for part in metrics.modules() if isinstance(part, Metric)]
         for metric in self._parts:
             metric.distributed_available_fn = lambda: False  # _compute_metrics() gathers the states
+            if self._rank.world_size > 1 and not (metric.metric_state or [*metric.children()]):
+                problem = (
+                    f"{type(metric).__name__} keeps its numbers where ranks cannot add them up"
+                )
+                raise ConfigError(
+                    f"build_metrics in model.py: {problem}. Call add_state() for each."
+                )
         return metrics
 
     @torch.no_grad()
@@ -165,12 +196,13 @@ class Evaluator:
         """Return the mean loss and the metrics by name, the same on every rank, which all call this.
 
         Training depends on nothing that happens here. Raise Interrupted if stop_code() is not 0
-        before a micro-batch.
+        before a micro-batch. With num_parts=1, evaluate the first micro-batch alone.
         """
         module = strategy.evaluation_model
         with in_eval_mode(module), buffers_restored(module):
             strategy.synchronize_buffers()
-            figures = self._add_up(strategy, stop_code, num_parts)
+            micro_batches = self._loader.read(self.micro_batch_size, num_parts)
+            figures = self._add_up(strategy, micro_batches, stop_code)
             if log is not None and self._task.on_evaluation_end is not None:
                 try:
                     with strategy.gathered(), strategy.autocast():
@@ -178,47 +210,58 @@ class Evaluator:
                 except Exception:  # it only looks on
                     message = "warning: on_evaluation_end() of model.py failed; the run goes on"
                     logger.warning(message, exc_info=True)
-            if num_parts != 2:
-                computed = self._compute_metrics()
-                if taken := computed.keys() & (self._terms | RESERVED):
-                    problem = f"{', '.join(sorted(taken))} is the name of another number"
-                    raise ConfigError(f"build_metrics in model.py: {problem}. Rename it.")
-                figures |= computed
+            computed = self._compute_metrics()
+            if taken := computed.keys() & (self._terms | RESERVED):
+                problem = f"{', '.join(sorted(taken))} is the name of another number"
+                raise ConfigError(f"build_metrics in model.py: {problem}. Rename it.")
+            figures |= computed
         metric = self._config.evaluation.metric
         if log is not None and not math.isfinite(figures[metric]):
             message = "warning: evaluation.metric=%s is %g, so no best.pt is kept"
             logger.warning(message, metric, figures[metric])
         return figures
 
-    def check_means(self, strategy: Strategy) -> dict[str, float]:
-        """Warn of a loss or figure of a micro-batch that is no mean of its halves'. Return the numbers.
+    @torch.no_grad()
+    def check_means(self, strategy: Strategy, training: MicroBatch | None = None) -> None:
+        """Warn of a loss or figure of a micro-batch that is no mean of its halves'.
 
-        A fresh model's samples have nearly equal losses, which hides much: ask again after a while.
+        It is `training`, or else one of the evaluated split's. A fresh model's samples have nearly
+        equal losses, which hides much: ask again after a while.
         """
-        whole = self.run(strategy, num_parts=1)
-        # A loss over the global batch is none: check_global_batch() looks at it.
-        halves = {} if self._task.compares_samples else self.run(strategy, num_parts=2)
-        is_cpu = self._rank.device.type == "cpu"
+        if self._task.compares_samples:  # it is none: check_global_batch() looks at it
+            return
+        if training is None:
+            whole, halves = ([*self._loader.read(self.micro_batch_size, n)] for n in (1, 2))
+        else:
+            whole, halves = [training], halves_of(training)
+        module = strategy.evaluation_model
+        with in_eval_mode(module), buffers_restored(module):
+            strategy.synchronize_buffers()
+            self._loader.seed_model(whole[0][1])
+            wanted, drawn_anew = (self._add_up(strategy, whole, is_trial=True) for _ in range(2))
+            self._loader.seed_model(whole[0][1])
+            found = self._add_up(strategy, halves, is_trial=True)
         # a loss in bf16 is rounded by up to 0.2 %, here and there
-        tolerance = 0.005 if strategy.dtype is not None else 2e-5 if is_cpu else 1e-3
-        for name, value in halves.items():
-            if name not in self._metrics and abs(whole[name] - value) > tolerance * abs(
-                whole[name]
-            ):
-                message = "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
-                message += (
+        exact = 2e-5 if self._rank.device.type == "cpu" else 1e-3
+        tolerance = 0.005 if strategy.dtype else exact
+        for name, value in wanted.items():
+            is_drawn = abs(drawn_anew[name] - value) > tolerance * abs(value)
+            # Of a loss that draws noise, only a sum is told.
+            if abs(found[name] - value) > (0.3 if is_drawn else tolerance) * abs(value):
+                logger.warning(
+                    "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
                     "halves. For tokens or class weights define loss_weight(), and for a loss "
+                    "that compares samples loss_over; figures are means over the same: README.",
+                    name,
+                    value,
+                    found[name],
                 )
-                message += (
-                    "that compares samples loss_over; figures are means over the same: README."
-                )
-                logger.warning(message, name, whole[name], value)
-        return whole
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate a micro-batch. Raise ConfigError for a wrong metric or mode."""
         with telling_of_changes(strategy, self._task):
-            whole = self.check_means(strategy)
+            whole = self.run(strategy, num_parts=1)
+            self.check_means(strategy)
         metric, mode = self._config.evaluation.metric, self._config.evaluation.mode
         if metric not in whole:
             problem = f"not among the numbers of an evaluation ({', '.join(whole)})"
@@ -231,15 +274,23 @@ class Evaluator:
         if mode != better:
             problem = f"would keep the worst checkpoint of evaluation.metric={metric}"
             raise ConfigError(f"evaluation.mode={mode}: {problem}. Set {better}.")
+        if is_higher_better is None:  # nothing but its name says what is better
+            logger.info("evaluation.mode=%s: best.pt has the %simum of %s", mode, mode, metric)
         del self._metrics  # the run's own are built anew
 
     def _add_up(
-        self, strategy: Strategy, stop_code: Callable[[], Any], num_parts: int
+        self,
+        strategy: Strategy,
+        micro_batches: Iterable[MicroBatch],
+        stop_code: Callable[[], Any] = int,
+        *,
+        is_trial: bool = False,
     ) -> dict[str, float]:
-        """Update the metrics. Return the loss and the other means, over all ranks."""
+        """Return the loss and the other means, over all ranks. Unless in a trial, update the metrics."""
         task, module = self._task, strategy.evaluation_model
+        has_metrics = not is_trial and len(self._metrics) > 0
         totals: Any = 0.0
-        for batch, request in self._loader.read(self.micro_batch_size, num_parts):
+        for batch, request in micro_batches:
             if stop_code():
                 raise Interrupted
             with global_batch(request.batch_size):
@@ -248,14 +299,14 @@ class Evaluator:
                     loss, outputs = task.compute_loss(module, batch)
                     figures = figures_of(task, loss, outputs, batch, weight)
                 self._terms = {"loss", *(loss if isinstance(loss, dict) else ())}
-            if len(self._metrics) and num_parts != 2 and task.evaluate_batch is not None:
+            if has_metrics and task.evaluate_batch is not None:
                 with strategy.gathered(), strategy.autocast():  # on all ranks
                     outputs = task.evaluate_batch(module, batch)
-            if len(self._metrics) and request.num_samples and num_parts != 2:
+            if has_metrics and request.num_samples:
                 task.update_metrics(self._metrics, outputs, batch)
             values = [value.to(weight) * weight for value in figures.values()]
             totals = totals + torch.stack([*values, weight])
-        if num_parts:  # a trial
+        if is_trial:
             check_names(figures)
         *sums, weight_sum = all_reduce(totals).tolist()
         means = [total / weight_sum if weight_sum else math.nan for total in sums]

@@ -196,7 +196,13 @@ def learning_rate(
     `min_learning_rate` one step after the last.
     """
     if factor is not None:
-        return peak * float(factor(step, total_steps))
+        rate = peak * float(factor(step, total_steps))
+        if not 0 <= rate < math.inf:
+            raise ConfigError(
+                f"learning_rate() in model.py gives a rate of {rate:g} at step {step} of "
+                f"{total_steps}. Return 0 or more."
+            )
+        return rate
     floor, warmup = schedule.min_learning_rate, warmup_of(schedule, total_steps)
     if step <= warmup:
         return peak * step / warmup

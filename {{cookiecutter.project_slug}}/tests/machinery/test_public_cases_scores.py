@@ -621,3 +621,129 @@ def test_metric_may_have_the_name_of_a_figure_of_training(project: Project) -> N
     project.run("training.max_steps=2")
     assert project.lines("run")[0]["absolute_error"] < 0
     assert project.lines("run", "validation")[0]["absolute_error"] > 0
+
+
+def test_loss_that_is_no_mean_loss_of_training_samples_is_told(project: Project) -> None:
+    """Labels that only the training set lacks, and a sum that is never evaluated: one gradient per cut."""
+    project.append(
+        "model.py",
+        """
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs = model(batch.inputs)
+    known = ~batch.targets.isnan()
+    return (outputs - batch.targets)[known].square().mean(), outputs
+""",
+    )
+    words = ["training.max_steps=2"]
+    told = "warning: the loss is no mean over samples"
+    for devices in RANKS:
+        assert told not in project.run(f"device_ids={devices}", *words, f"name=all-{len(devices)}")
+    project.append(
+        "dataset.py",
+        """
+_plain = build_datasets
+
+
+class WithoutSome(torch.utils.data.Dataset):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        return item._replace(targets=item.targets + (float("nan") if index % 3 == 0 else 0))
+
+
+def build_datasets(config: DataConfig) -> Any:
+    train, *others = _plain(config)
+    return WithoutSome(train), *others
+""",
+    )
+    for devices in RANKS:
+        assert told in project.run(f"device_ids={devices}", *words, f"name=some-{len(devices)}")
+    project.append("model.py", "\ncompute_loss = lambda m, b: ((x := m(b.inputs)).sum(), x)")
+    words += ["evaluation.every_epochs=null"]
+    for devices in RANKS:
+        assert told in project.run(f"device_ids={devices}", *words, f"name=sum-{len(devices)}")
+
+
+def test_loss_that_draws_noise_is_a_mean_loss_but_a_sum_is_told(project: Project) -> None:
+    """A diffusion model's halves draw otherwise than the whole: each run told it of a right loss."""
+    project.append(
+        "model.py",
+        """
+def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    scale = torch.rand(len(batch.targets), 1)
+    outputs = model(batch.inputs + 0.1 * scale * torch.randn_like(batch.inputs))
+    return (outputs - batch.targets).square().mean(), outputs
+""",
+    )
+    told = "warning: the loss is no mean over samples"
+    for devices in RANKS:
+        assert told not in project.run(f"device_ids={devices}", f"name=mean-{len(devices)}")
+    project.edit(
+        "model.py",
+        "batch.targets).square().mean(), outputs",
+        "batch.targets).square().sum(), outputs",
+    )
+    for devices in RANKS:
+        assert told in project.run(f"device_ids={devices}", f"name=sum-{len(devices)}")
+
+
+def test_metric_that_does_not_say_what_is_better_is_told(project: Project) -> None:
+    """mode=min, left from a loss, keeps the smallest accuracy as best.pt."""
+    more = "def training_metrics(outputs: Tensor, batch: Batch) -> dict[str, Tensor]:\n"
+    project.append("model.py", more + '    return {"accuracy": outputs.mean()}')
+    words = "training.max_steps=1", "evaluation.metric=accuracy"
+    line = "evaluation.mode=min: best.pt has the minimum of accuracy"
+    assert line in project.run(*words, "evaluation.mode=min")
+    assert "best.pt has" not in project.run(
+        *words[:1], "evaluation.metric=loss", "evaluation.mode=min", "name=loss"
+    )
+
+
+def test_learning_rate_below_zero_ends_the_run(project: Project) -> None:
+    """It trained upwards, and of one that is NaN the samples were blamed."""
+    project.append(
+        "model.py",
+        "\ndef learning_rate(step: int, total_steps: int) -> float:\n    return 1 - step / 3\n",
+    )
+    line = (
+        "learning_rate() in model.py gives a rate of -0.00333333 at step 4 of 6. Return 0 or more."
+    )
+    assert line in project.run("training.max_steps=6", code=2)
+
+
+def test_metric_without_a_state_is_refused_on_two_ranks(project: Project) -> None:
+    """Rank 0's own samples made its number, which was recorded as that of all."""
+    project.append(
+        "model.py",
+        """
+def build_metrics(config: ModelConfig) -> Any:
+    from torchmetrics import MeanMetric, Metric, MetricCollection
+
+    class Largest(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = torch.zeros(())
+
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            self.value = preds.max()
+
+        def compute(self) -> Tensor:
+            return self.value
+
+    return MetricCollection({"largest": Largest(), "sum": MeanMetric() + MeanMetric()})
+
+
+def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
+    metrics["largest"].update(outputs, batch.targets)
+    metrics["sum"].update(outputs)
+""",
+    )
+    words = "training.max_steps=1", "evaluation.metric=loss", "evaluation.mode=min"
+    project.run(*words)
+    line = "build_metrics in model.py: Largest keeps its numbers where ranks cannot add them up"
+    assert line in project.run(*words, "device_ids=cpu,cpu", "name=two", code=2)
