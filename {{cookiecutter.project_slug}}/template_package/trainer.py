@@ -176,9 +176,10 @@ class Trainer:
             check_samples(self.loader, self.rank)
         memory.fit(self.strategy, self.task, self.config.training.micro_batch_size, progress.epoch)
         with memory.watched():
-            first = self.loader.read_first(progress.epoch, progress.position)
-            rehearse(self.strategy, first, self.task)
-            self.evaluator.check_means(self.strategy, first)
+            rehearse(
+                self.strategy, self.loader.read_first(progress.epoch, progress.position), self.task
+            )
+            self.evaluator.check_means(self.strategy, self.loader)
             rehearse_last(self.strategy, self.loader, self.task, progress.epoch)
         if self.config.evaluation.micro_batch_size == "auto":
             self.evaluator.micro_batch_size = self.loader.micro_batch_size  # which is known to fit

@@ -337,7 +337,7 @@ class Trainer:
         self.loader.start(progress.epoch, progress.position)
         first, _ = next(self.loader.next_step(self.strategy.module))
         rehearse(self.strategy, first, self.task)
-        self.evaluator.check_means(self.strategy, first)
+        self.evaluator.check_means(self.strategy, self.loader)
         rehearse_last(self.strategy, self.loader, self.task, progress.epoch)
         if evaluation.every_epochs or evaluation.every_steps:
             self.evaluator.rehearse(self.strategy)

@@ -35,8 +35,13 @@ for epoch in range(2):
 """
 
 
-PLAIN = (*DOUBLE, "optimizer.name=sgd", "optimizer.betas=0,0", "optimizer.weight_decay=0")
-PLAIN += ("schedule.name=constant",)
+PLAIN = [
+    *DOUBLE,
+    "optimizer.name=sgd",
+    "optimizer.betas=0,0",
+    "optimizer.weight_decay=0",
+    "schedule.name=constant",
+]
 
 
 def plain_losses(project: Project) -> list[float]:

@@ -235,6 +235,33 @@ class Loader:
         seed = seed_cpu if self._rank.device.type == "cpu" else seed_generators
         seed(derive_seed(self.plan.seed, -1 - request.epoch, request.draws[0]))
 
+    def _request(self, epoch: int, piece: Tensor, batch: Tensor) -> Request:
+        """Return the request for a piece of a global batch. If it is empty, a sample is repeated."""
+        number, size = piece.numel(), batch.numel()
+        draws = (piece if number else batch[:1]).tolist()
+        indices = [draw % self.plan.num_samples for draw in draws]
+        weight = number * self._rank.world_size / size
+        size *= self.plan.task.compares_samples
+        return Request(epoch, indices, draws, number, weight, batch_size=size)
+
+    def trial(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return samples to try, at most `size` on this rank, and the global batch that they stand for."""
+        raise NotImplementedError
+
+    def read_trial(self, size: int, shift: int = 0, *, is_cut: bool = False) -> list[MicroBatch]:
+        """Read samples of a trial as one micro-batch, in a shifted order, or cut in two. Seed the model.
+
+        In another order, collate() and the model draw otherwise, and each sample is the same.
+        """
+        samples, batch = self.trial(size)
+        # Off the middle, at an odd number: else both parts often hold equally many that count.
+        cuts = [min(len(samples) // 2 + 1 | 1, len(samples) - 1)] * is_cut
+        pieces = samples.roll(-shift).tensor_split(cuts)
+        requests = [self._request(0, piece, batch) for piece in pieces]
+        micro_batches = [*self._read(requests)]
+        self.seed_model(requests[0])
+        return micro_batches
+
 
 class Requests:
     """A sampler for the DataLoader, whose requests can change while its workers live on."""
@@ -320,14 +347,9 @@ class TrainLoader(Loader):
                 yield step
             epoch, position = epoch + 1, 0
 
-    def _request(self, epoch: int, piece: Tensor, batch: Tensor) -> Request:
-        """Return the request for a piece of a global batch. If it is empty, a sample is repeated."""
-        number, size = piece.numel(), batch.numel()
-        draws = (piece if number else batch[:1]).tolist()
-        indices = [draw % self.plan.num_samples for draw in draws]
-        weight = number * self._rank.world_size / size
-        size *= self.plan.task.compares_samples
-        return Request(epoch, indices, draws, number, weight, batch_size=size)
+    def trial(self, size: int) -> tuple[Tensor, Tensor]:
+        batch = self.plan.order(0)[: size * self._rank.world_size]
+        return batch.tensor_split(self._rank.world_size)[self._rank.rank], batch
 
     def read_few(self, size: int, *, is_raw: bool = False) -> list[MicroBatch]:
         """Read this rank's share of a global batch of this size, and all of it. Then call start()."""
@@ -352,39 +374,25 @@ class EvaluationLoader(Loader):
         # With a limit, take samples at even distances: the first ones may be of one class.
         self.order = torch.arange(self.num_samples) * num_all // self.num_samples
 
-    def read(self, micro_batch_size: int, num_parts: int = 0) -> Iterator[MicroBatch]:
-        """Read this rank's share; or its first micro-batch, in one part or two."""
-        rank, world_size = self._rank.rank, self._rank.world_size
+    def read(self, micro_batch_size: int) -> Iterator[MicroBatch]:
+        """Read this rank's share."""
         requests: list[Request] = []
-        order = self.order
-        # else not the first ones, which may be of one class
-        if num_parts and not self._batch_size and not self.begins_with_longest:
-            few = min(len(order), micro_batch_size * world_size)
-            order = order[torch.arange(few) * len(order) // few]
-        for batch in torch.split(order, self._batch_size or self.num_samples):
+        for batch in torch.split(self.order, self._batch_size or self.num_samples):
             size = len(batch) if self._batch_size else micro_batch_size
-            pieces = cut_share(batch, rank, world_size, size)
-            if num_parts:
-                cut = middle_of(len(pieces[0]))
-                pieces = pieces[0].tensor_split([cut] * (num_parts - 1))
-            for piece in pieces:
-                indices = piece.tolist() or [0]
-                counts = len(batch) * bool(self._batch_size)
-                request = Request(0, indices, indices, len(piece), batch_size=counts)
-                requests.append(request)
-            if num_parts:
-                break
+            pieces = cut_share(batch, self._rank.rank, self._rank.world_size, size)
+            requests += [self._request(0, piece, batch) for piece in pieces]
         for micro_batch in self._read(requests):
             self.seed_model(micro_batch[1])
             yield micro_batch
 
-
-def middle_of(size: int) -> int:
-    """Return where to cut samples in two: at an odd number beside the middle.
-
-    Of samples that count or not, equal parts would often hold equally many that count.
-    """
-    return min(size // 2 + 1 | 1, size - 1)
+    def trial(self, size: int) -> tuple[Tensor, Tensor]:
+        batch = self.order[: self._batch_size or None]
+        share = batch.tensor_split(self._rank.world_size)[self._rank.rank]
+        few = len(share) if self._batch_size else min(len(share), size)
+        if self.begins_with_longest:
+            return share[:few], batch
+        # else not the first ones, which may be of one class
+        return share[torch.arange(few) * len(share) // max(few, 1)], batch
 
 
 def check_whole(task: Task, section: str, size: int, share: int) -> None:

@@ -2,37 +2,29 @@
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Interrupted
 from .config import Config, LoaderConfig
-from .data import (
-    EvaluationLoader,
-    MicroBatch,
-    Movable,
-    Plan,
-    check_whole,
-    loss_weight_of,
-    middle_of,
-    move,
-)
+from .data import EvaluationLoader, MicroBatch, Plan, TrainLoader, check_whole, loss_weight_of, move
 from .global_batch import global_batch
 from .optimizer import changed_marks, leaves_of, number_of
 from .ranks import Rank, all_reduce, from_main, gather_objects, pack, unpack
-from .strategies import Strategy, buffers_restored
+from .strategies import BATCH_NORMS, Strategy, buffers_restored
 from .task import RESERVED, SAME_TERMS, Task
 
+QUIET = (*BATCH_NORMS, nn.Dropout, nn.Dropout2d)
+"""Parts that make a loss depend on more than its samples, and do not decide what it is."""
 logger = logging.getLogger(__name__)
 
 
@@ -74,10 +66,12 @@ def check_names(figures: dict[str, Tensor]) -> None:
 
 
 @contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Afterwards, what build_model() left in eval mode stays there."""
+def in_eval_mode(module: nn.Module, kinds: Any = nn.Module) -> Iterator[None]:
+    """Put parts of these kinds in eval mode. Afterwards, what build_model() left in it stays there."""
     modes = [(part, part.training) for part in module.modules()]  # from the outermost inwards
-    module.eval()
+    for part, _ in modes:
+        if isinstance(part, kinds):
+            part.eval()
     try:
         yield
     finally:
@@ -118,21 +112,6 @@ def telling_of_changes(strategy: Strategy, task: Task) -> Iterator[None]:
             "of them, and no checkpoint holds it: register a buffer, or change it in after_step.",
             ", ".join(sorted(changed)[:5]),
         )
-
-
-def halves_of(micro_batch: MicroBatch) -> list[MicroBatch]:
-    """Cut a micro-batch in two. One that is not tensors alone, with a row a sample, stays whole."""
-    batch, request = micro_batch
-    size, parts = request.num_samples, list[Any]()
-    kinds = Movable, numpy.ndarray, str, int, float  # a graph is no tensor, but can be moved
-    apply_to_collection(batch, kinds, parts.append, allow_frozen=True)
-    if size < 2 or not all(isinstance(x, Tensor) and x.shape[:1] == (size,) for x in parts):
-        return [micro_batch, (batch, replace(request, num_samples=0))]
-    cut, halves = middle_of(size), list[MicroBatch]()
-    for n in range(2):
-        half = apply_to_collection(batch, Tensor, lambda part, n=n: part.tensor_split([cut])[n])
-        halves.append((half, replace(request, num_samples=(cut, size - cut)[n])))
-    return halves
 
 
 class Evaluator:
@@ -191,17 +170,17 @@ class Evaluator:
         strategy: Strategy,
         stop_code: Callable[[], Any] = int,
         log: Any = None,
-        num_parts: int = 0,
+        micro_batches: Iterable[MicroBatch] | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and the metrics by name, the same on every rank, which all call this.
 
         Training depends on nothing that happens here. Raise Interrupted if stop_code() is not 0
-        before a micro-batch. With num_parts=1, evaluate the first micro-batch alone.
+        before a micro-batch. Given some, evaluate these alone.
         """
         module = strategy.evaluation_model
         with in_eval_mode(module), buffers_restored(module):
             strategy.synchronize_buffers()
-            micro_batches = self._loader.read(self.micro_batch_size, num_parts)
+            micro_batches = micro_batches or self._loader.read(self.micro_batch_size)
             figures = self._add_up(strategy, micro_batches, stop_code)
             if log is not None and self._task.on_evaluation_end is not None:
                 try:
@@ -221,46 +200,51 @@ class Evaluator:
             logger.warning(message, metric, figures[metric])
         return figures
 
-    @torch.no_grad()
-    def check_means(self, strategy: Strategy, training: MicroBatch | None = None) -> None:
-        """Warn of a loss or figure of a micro-batch that is no mean of its halves'.
+    def check_means(self, strategy: Strategy, training: TrainLoader | None = None) -> None:
+        """Warn of a loss or figure of a micro-batch that is no mean of its parts'.
 
-        It is `training`, or else one of the evaluated split's. A fresh model's samples have nearly
+        Look at `training`, or else at the evaluated split. A fresh model's samples have nearly
         equal losses, which hides much: ask again after a while.
         """
-        if self._task.compares_samples:  # it is none: check_global_batch() looks at it
+        loader: Any = training or self._loader
+        # One that compares samples is no mean: check_global_batch() looks at it.
+        if self._task.compares_samples or loader.num_samples == sys.maxsize:
             return
-        if training is None:
-            whole, halves = ([*self._loader.read(self.micro_batch_size, n)] for n in (1, 2))
-        else:
-            whole, halves = [training], halves_of(training)
-        module = strategy.evaluation_model
-        with in_eval_mode(module), buffers_restored(module):
+        size, module = min(32, (training or self).micro_batch_size), strategy.evaluation_model
+        has_gradients = training is not None and not strategy.has_collective_forward
+        with (
+            in_eval_mode(module, QUIET if training else nn.Module),
+            buffers_restored(module),
+            torch.set_grad_enabled(has_gradients),
+            torch.compiler.set_stance("force_eager"),
+        ):
             strategy.synchronize_buffers()
-            self._loader.seed_model(whole[0][1])
-            wanted, drawn_anew = (self._add_up(strategy, whole, is_trial=True) for _ in range(2))
-            self._loader.seed_model(whole[0][1])
-            found = self._add_up(strategy, halves, is_trial=True)
+            parts = self._add_up(strategy, loader.read_trial(size, is_cut=True), is_trial=True)
+            trials = [
+                self._add_up(strategy, loader.read_trial(size, shift), is_trial=True)
+                for shift in range(4)
+            ]
         # a loss in bf16 is rounded by up to 0.2 %, here and there
         exact = 2e-5 if self._rank.device.type == "cpu" else 1e-3
         tolerance = 0.005 if strategy.dtype else exact
-        for name, value in wanted.items():
-            is_drawn = abs(drawn_anew[name] - value) > tolerance * abs(value)
-            # Of a loss that draws noise, only a sum is told.
-            if abs(found[name] - value) > (0.3 if is_drawn else tolerance) * abs(value):
+        for name, value in parts.items():
+            whole = [figures[name] for figures in trials]  # alike, if nothing is drawn
+            limit = tolerance * abs(whole[0]) + 5 * (max(whole) - min(whole))
+            if abs(value - sum(whole) / len(whole)) > limit:
                 logger.warning(
                     "warning: the %s is no mean over samples: %.7g for a batch, %.7g for its "
-                    "halves. For tokens or class weights define loss_weight(), and for a loss "
+                    "parts. For tokens or class weights define loss_weight(), and for a loss "
                     "that compares samples loss_over; figures are means over the same: README.",
                     name,
+                    whole[0],
                     value,
-                    found[name],
                 )
 
     def rehearse(self, strategy: Strategy) -> None:
         """Evaluate a micro-batch. Raise ConfigError for a wrong metric or mode."""
         with telling_of_changes(strategy, self._task):
-            whole = self.run(strategy, num_parts=1)
+            micro_batch = self._loader.read_trial(self.micro_batch_size)
+            whole = self.run(strategy, micro_batches=micro_batch)
             self.check_means(strategy)
         metric, mode = self._config.evaluation.metric, self._config.evaluation.mode
         if metric not in whole:

@@ -141,11 +141,17 @@ def load_group(group: dict[str, Any], former: dict[str, Any]) -> None:
 
 
 def check_factor(factor: Any, peak: float, total_steps: int) -> None:
-    """Warn of a learning_rate() in model.py that seems to return rates instead of factors."""
-    steps = range(1, total_steps + 1, max(1, total_steps // 100))
-    if factor is None or len(steps) < 10 or peak >= 1:
+    """Raise ConfigError if learning_rate() in model.py is below 0. Warn if it seems to return rates."""
+    if factor is None:
         return
-    factors = [factor(step, total_steps) for step in steps]
+    steps = [*range(1, total_steps, max(1, total_steps // 100)), total_steps]
+    factors = [float(factor(step, total_steps)) for step in steps]
+    for step, value in zip(steps, factors, strict=True):
+        if not 0 <= value < math.inf:
+            problem = f"returns {value:g} at step {step} of {total_steps}"
+            raise ConfigError(f"learning_rate() in model.py {problem}. Return 0 or more.")
+    if len(steps) < 10 or peak >= 1:
+        return
     is_rising = factors[-1] > factors[len(factors) // 2]  # a warm-up that has not ended
     if not is_rising and (top := max(factors)) <= max(0.1, peak):
         message = "warning: learning_rate() of model.py returns at most %g: it is a factor of"
@@ -196,13 +202,7 @@ def learning_rate(
     `min_learning_rate` one step after the last.
     """
     if factor is not None:
-        rate = peak * float(factor(step, total_steps))
-        if not 0 <= rate < math.inf:
-            raise ConfigError(
-                f"learning_rate() in model.py gives a rate of {rate:g} at step {step} of "
-                f"{total_steps}. Return 0 or more."
-            )
-        return rate
+        return peak * float(factor(step, total_steps))
     floor, warmup = schedule.min_learning_rate, warmup_of(schedule, total_steps)
     if step <= warmup:
         return peak * step / warmup

@@ -704,16 +704,15 @@ def test_metric_that_does_not_say_what_is_better_is_told(project: Project) -> No
     )
 
 
-def test_learning_rate_below_zero_ends_the_run(project: Project) -> None:
+def test_learning_rate_below_zero_is_refused(project: Project) -> None:
     """It trained upwards, and of one that is NaN the samples were blamed."""
     project.append(
         "model.py",
-        "\ndef learning_rate(step: int, total_steps: int) -> float:\n    return 1 - step / 3\n",
+        "\ndef learning_rate(step: int, total_steps: int) -> float:\n    return 1 - (step - 1) / 4\n",
     )
-    line = (
-        "learning_rate() in model.py gives a rate of -0.00333333 at step 4 of 6. Return 0 or more."
-    )
+    line = "learning_rate() in model.py returns -0.25 at step 6 of 6. Return 0 or more."
     assert line in project.run("training.max_steps=6", code=2)
+    project.run("training.max_steps=5")
 
 
 def test_metric_without_a_state_is_refused_on_two_ranks(project: Project) -> None:
@@ -747,3 +746,99 @@ def update_metrics(metrics: Any, outputs: Tensor, batch: Batch) -> None:
     project.run(*words)
     line = "build_metrics in model.py: Largest keeps its numbers where ranks cannot add them up"
     assert line in project.run(*words, "device_ids=cpu,cpu", "name=two", code=2)
+
+
+RIGHT = {
+    "other items in training": """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    if model.training:
+        batch, again = batch
+        assert torch.equal(batch.inputs, again.inputs)
+    outputs = model(batch.inputs)
+    return (outputs - batch.targets).square().mean(), outputs
+""",
+    "a gradient of a gradient": """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    inputs = batch.inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    slopes = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0]
+    return ((outputs - batch.targets).square().mean(1) + slopes.square().sum(1)).mean(), outputs
+""",
+    "a mask from collate": """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    outputs = model(batch.inputs) * batch.lengths[:, None]
+    return (outputs - batch.targets * batch.lengths[:, None]).square().sum() / batch.lengths.sum(), outputs
+
+
+def loss_weight(batch: Any) -> Tensor:
+    return batch.lengths.sum()
+""",
+    "dropout and noise": """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    inputs = nn.functional.dropout(batch.inputs, 0.5, training=model.training)
+    outputs = model(inputs + 0.1 * torch.randn_like(inputs)) * torch.rand(len(inputs), 1)
+    return (outputs - batch.targets).square().mean(), outputs
+""",
+}
+PAIRS = """
+_plain = build_datasets
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index], self.dataset[index]
+
+
+def build_datasets(config: DataConfig) -> Any:
+    train, *others = _plain(config)
+    return Pairs(train), *others
+"""
+DRAWING = """
+def collate(items: Any) -> Any:
+    batch = torch.utils.data.default_collate(items)
+    return batch._replace(lengths=1 + 4 * torch.rand(len(items)).round())
+"""
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize("devices", RANKS)
+def test_right_mean_loss_is_not_told(project: Project, devices: str, kind: str) -> None:
+    project.append("model.py", RIGHT[kind])
+    if "items" in kind:
+        project.append("dataset.py", PAIRS)
+    if "collate" in kind:
+        project.append("dataset.py", DRAWING)
+    words = ["training.max_steps=2", "evaluation.every_epochs=null"]
+    words = words if "gradient" in kind else words[:1]
+    assert "no mean over" not in project.run(f"device_ids={devices}", *words)
+
+
+def test_mean_loss_over_known_labels_is_told_beside_texts(project: Project) -> None:
+    """Names of files in a batch, and a last number: it cannot be cut after it was collated."""
+    more = """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    if model.training:
+        outputs = model(batch["inputs"])
+        known = batch["lengths"] % 2 == 1
+        errors = (outputs - batch["targets"]).square().mean(1)
+        return errors[known].sum() / max(known.sum(), 1), outputs
+    outputs = model(batch[0])
+    return (outputs - batch[1]).square().mean(), outputs
+"""
+    project.append("model.py", more)
+    more = """
+def collate(items: Any) -> Any:
+    if isinstance(items[0], tuple) and not isinstance(items[0], Batch):
+        batch = torch.utils.data.default_collate([item for item, _ in items])._asdict()
+        return {**batch, "paths": ["a.png"] * len(items), "number": len(items)}
+    return torch.utils.data.default_collate(items)
+"""
+    project.append("dataset.py", PAIRS + more)
+    words = "training.max_steps=2", "data.max_length=9"
+    assert "warning: the loss is no mean over samples" in project.run(*words)

@@ -98,7 +98,7 @@ def test_evaluation_begins_with_the_longest_samples() -> None:
     dataset = ProcessIds()
     dataset.sample_lengths = [3, 1, 9, 4, 1, 5, 9, 2]  # type: ignore[attr-defined]
     first = [
-        next(create_evaluation_loader(dataset, TASK, LoaderConfig(), Rank(rank, 2), "x").read(2, 1))
+        create_evaluation_loader(dataset, TASK, LoaderConfig(), Rank(rank, 2), "x").read_trial(2)[0]
         for rank in range(2)
     ]
     assert [request.indices for _, request in first] == [[2, 5], [6, 3]]
@@ -112,11 +112,12 @@ def test_workers_stay_from_one_evaluation_to_the_next() -> None:
     assert [request.indices for _, request in loader.read(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize("num_parts", [0, 2])
-def test_workers_of_an_evaluation_end_with_its_loader(num_parts: int) -> None:
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_workers_of_an_evaluation_end_with_its_loader(is_trial: bool) -> None:
     """If only a garbage collection ended them, each run with workers would wait for them for seconds at its end."""
     loader = create_evaluation_loader(ProcessIds(), TASK, WORKER, Rank(), "validation")
-    pids = {int(pid) for batch, _ in loader.read(4, num_parts) for pid in batch}
+    micro_batches = loader.read_trial(4, is_cut=True) if is_trial else loader.read(4)
+    pids = {int(pid) for batch, _ in micro_batches for pid in batch}
     gc.disable()
     try:
         started_at = time.monotonic()

@@ -48,7 +48,8 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = (errors * batch.lengths).sum() / batch.lengths.sum().clamp(min=1)
     if module.training:
         time.sleep(config.seconds_per_step)
-        module.num_calls += all(frame.f_code.co_name != "rehearse" for frame, _ in traceback.walk_stack(None))
+        trials = "rehearse check_means"
+        module.num_calls += all(frame.f_code.co_name not in trials for frame, _ in traceback.walk_stack(None))
         is_due = config.fault == "raise" and module.num_calls == config.fault_step
         if is_due and torch.distributed.is_initialized() and torch.distributed.get_rank() == config.fault_rank:
             raise ArithmeticError("the fault that the test asked for")
