@@ -102,7 +102,7 @@ def main() -> int:
                 "small: run.py, trainer.py and core",
                 small,
                 trainer,
-                max_tokens=31_800,
+                max_tokens=31_810,
                 aim_tokens=10_000,
                 max_lines=4_630,
             ),

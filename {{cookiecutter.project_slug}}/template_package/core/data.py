@@ -251,7 +251,7 @@ class Loader:
     def read_trial(self, size: int, shift: int = 0, *, is_cut: bool = False) -> list[MicroBatch]:
         """Read samples of a trial as one micro-batch, in a shifted order, or cut in two. Seed the model.
 
-        In another order, collate() and the model draw otherwise, and each sample is the same.
+        After another shift, collate() and the model draw otherwise, and each sample is the same.
         """
         samples, batch = self.trial(size)
         # Off the middle, at an odd number: else both parts often hold equally many that count.
@@ -259,7 +259,7 @@ class Loader:
         pieces = samples.roll(-shift).tensor_split(cuts)
         requests = [self._request(0, piece, batch) for piece in pieces]
         micro_batches = [*self._read(requests)]
-        self.seed_model(requests[0])
+        self.seed_model(replace(requests[0], epoch=shift))
         return micro_batches
 
 

@@ -815,8 +815,10 @@ def test_right_mean_loss_is_not_told(project: Project, devices: str, kind: str) 
     if "collate" in kind:
         project.append("dataset.py", DRAWING)
     words = ["training.max_steps=2", "evaluation.every_epochs=null"]
-    words = words if "gradient" in kind else words[:1]
-    assert "no mean over" not in project.run(f"device_ids={devices}", *words)
+    words = words if "gradient" in kind else ["training.epochs=1", *words[:1]]
+    for size in ("auto", "1", "2"):  # one sample has no parts, and two have two orders
+        words = [*words[:2], f"training.micro_batch_size={size}", f"name={size}"]
+        assert "no mean over" not in project.run(f"device_ids={devices}", *words)
 
 
 def test_mean_loss_over_known_labels_is_told_beside_texts(project: Project) -> None:
