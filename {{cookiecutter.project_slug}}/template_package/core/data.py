@@ -256,8 +256,8 @@ class Loader:
         samples, batch = self.trial(size)
         # Off the middle, at an odd number: else both parts often hold equally many that count.
         cuts = [min(len(samples) // 2 + 1 | 1, len(samples) - 1)] * is_cut
-        pieces = samples.roll(-shift).tensor_split(cuts)
-        requests = [self._request(0, piece, batch) for piece in pieces]
+        pieces = samples.tensor_split(cuts)
+        requests = [self._request(0, piece.roll(-shift), batch) for piece in pieces]
         micro_batches = [*self._read(requests)]
         self.seed_model(replace(requests[0], epoch=shift))
         return micro_batches
