@@ -36,9 +36,8 @@ def test_damaged_checkpoint_is_skipped_for_the_one_before(
     last = max(project.directory("undisturbed").glob("checkpoints/step_*"))
 
     def cut(content: bytes) -> bytes:
-        return content[
-            : choose.randrange(len(content) - 1)
-        ]  # a text without its last line end is whole
+        # A text without its last line end is whole.
+        return content[: choose.randrange(len(content) - 1)]
 
     def flip(content: bytes) -> bytes:
         bits = bytearray(content)

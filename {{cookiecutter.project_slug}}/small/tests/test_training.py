@@ -70,8 +70,8 @@ def test_any_ranks_and_micro_batches_train_as_a_plain_loop(project: Project) -> 
 def test_run_that_moves_to_fsdp_trains_as_a_plain_loop(project: Project) -> None:
     words = (*PLAIN, "device_ids=cpu,cpu")
     project.run(*words, "training.epochs=1")
-    output = project.run(*words, "training.epochs=2", "strategy=fsdp")
-    assert "resuming after step 7 of 14" in output
+    words = *words, "training.epochs=2", "strategy=fsdp"
+    assert "resuming after step 7 of 14" in project.run(*words)
     assert project.losses("run") == pytest.approx(plain_losses(project), rel=1e-10)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -63,6 +64,13 @@ def check_names(figures: dict[str, Tensor]) -> None:
     names = [*figures]
     if from_main(lambda: names) != names:
         raise ConfigError(f"compute_loss in model.py: {SAME_TERMS}")
+
+
+def means_of(figures: dict[str, Tensor], totals: Tensor) -> dict[str, float]:
+    """Return the means over all ranks by name. `totals` holds a sum for each, and the weights' sum."""
+    *sums, weight = all_reduce(totals).tolist()
+    means = [total / weight if weight else math.nan for total in sums]
+    return dict(zip(figures, means, strict=True))
 
 
 @contextmanager
@@ -181,7 +189,7 @@ class Evaluator:
         with in_eval_mode(module), buffers_restored(module):
             strategy.synchronize_buffers()
             micro_batches = micro_batches or self._loader.read(self.micro_batch_size)
-            figures = self._add_up(strategy, micro_batches, stop_code)
+            figures = means_of(*self._sums(strategy, micro_batches, stop_code))
             if log is not None and self._task.on_evaluation_end is not None:
                 try:
                     with strategy.gathered(), strategy.autocast():
@@ -229,16 +237,21 @@ class Evaluator:
         ):
             strategy.synchronize_buffers()
             for shift in range(4):  # again, since what is drawn may make the difference
-                try:
-                    for kind in (whole, parts):
-                        few = loader.read_trial(size, shift, is_cut=kind is parts)
-                        kind.append(self._add_up(strategy, few, is_trial=True))
-                except ConfigError:
-                    raise
-                except Exception as error:  # a model of batches of one size, say
-                    message = "whether the loss is a mean is unknown: batches of another size fail"
-                    logger.info("%s (%s)", message, one_line(error))
-                    return
+                for kind in (whole, parts):
+                    few = loader.read_trial(size, shift, is_cut=kind is parts)
+                    problem = ""
+                    try:
+                        sums = self._sums(strategy, few, is_trial=True)
+                    except ConfigError:
+                        raise
+                    except Exception as error:  # a model of batches of one size, say
+                        problem = one_line(repr(error))
+                    # All ranks give up together, or their next collectives would not match.
+                    if all_reduce(torch.tensor(float(bool(problem))), dist.ReduceOp.MAX):
+                        logger.info("whether the loss is a mean is unknown: no trial (%s)", problem)
+                        return
+                    check_names(sums[0])
+                    kind.append(means_of(*sums))
                 off = [name for name in whole[0] if is_off(name)]
                 if not off:
                     return
@@ -274,15 +287,18 @@ class Evaluator:
             logger.info("evaluation.mode=%s: best.pt has the %simum of %s", mode, mode, metric)
         del self._metrics  # the run's own are built anew
 
-    def _add_up(
+    def _sums(
         self,
         strategy: Strategy,
         micro_batches: Iterable[MicroBatch],
         stop_code: Callable[[], Any] = int,
         *,
         is_trial: bool = False,
-    ) -> dict[str, float]:
-        """Return the loss and the other means, over all ranks. Unless in a trial, update the metrics."""
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return figures of this rank's last micro-batch, and the sums of all and of their weights.
+
+        Update the metrics, unless it is a trial.
+        """
         task, module = self._task, strategy.evaluation_model
         has_metrics = not is_trial and len(self._metrics) > 0
         totals: Any = 0.0
@@ -303,11 +319,7 @@ class Evaluator:
                 task.update_metrics(self._metrics, outputs, batch)
             values = [value.to(weight) * weight for value in figures.values()]
             totals = totals + torch.stack([*values, weight])
-        if is_trial:
-            check_names(figures)
-        *sums, weight_sum = all_reduce(totals).tolist()
-        means = [total / weight_sum if weight_sum else math.nan for total in sums]
-        return dict(zip(figures, means, strict=True))
+        return figures, totals
 
     def _compute_metrics(self) -> dict[str, float]:
         """Compute the metrics over all ranks and reset them. Return those that are numbers."""

@@ -779,6 +779,13 @@ def compute_loss(model: nn.Module, batch: Any) -> Any:
     outputs = model(batch.inputs)
     return (outputs - batch.targets).square().mean(), outputs
 """,
+    "a batch size of its own on one rank": """
+def compute_loss(model: nn.Module, batch: Any) -> Any:
+    is_other = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    assert not model.training or not is_other or len(batch.inputs) % 8 == 0
+    outputs = model(batch.inputs)
+    return (outputs - batch.targets).square().mean(), outputs
+""",
     "a codebook that follows the batches": """
 _plain_model = build_model
 

@@ -48,7 +48,7 @@ def compute_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         loss = (errors * batch.lengths).sum() / batch.lengths.sum().clamp(min=1)
     if module.training:
         time.sleep(config.seconds_per_step)
-        trials = "rehearse check_means"
+        trials = ("rehearse", "check_means")
         module.num_calls += all(frame.f_code.co_name not in trials for frame, _ in traceback.walk_stack(None))
         is_due = config.fault == "raise" and module.num_calls == config.fault_step
         if is_due and torch.distributed.is_initialized() and torch.distributed.get_rank() == config.fault_rank:
